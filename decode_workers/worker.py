@@ -147,8 +147,9 @@ class DecodeWorker(HandoffRole[DecodeJob]):
         self.reservations = Reservations(info.fingerprint, self.committed, self.pins.fetch, self._history)
         self.detached, self._times = DetachedStreams(clock), DecodeTimes(clock, engine.counters)
         self._leaving = False
-        if engine.backend.device.type == "cpu":  # on GPUs steps are short, and graphs call no layer hooks
-            engine.watch(lambda work, layer: loop.progressed(), lambda sequence: None)
+        self._ahead = 0
+        on_cpu = engine.backend.device.type == "cpu"  # on GPUs steps are short, and graphs call no layer hooks
+        engine.watch((lambda work, layer: loop.progressed()) if on_cpu else None, self.moves.freed)
 
     def attach(self, pusher: Pusher) -> None:
         self.pins.attach(self.reservations.shared, pusher)
@@ -278,9 +279,10 @@ class DecodeWorker(HandoffRole[DecodeJob]):
         """See `WorkerRole.idle`. Ended streams that are only remembered do not count."""
         return super().idle and not self.pins and not self.moves
 
-    def leave(self) -> None:
+    def leave(self, ahead: int = 0) -> None:
         """See `WorkerRole.leave`. Running sequences are preempted and continue elsewhere, with their KV if possible."""
         self.draining = self._leaving = True
+        self._ahead = 0 if self._info.thinking_chunk else ahead  # thoughts may roll KV back
         for entry in self.reservations.entries():
             if self.reservations.fence(entry.handoff) is not State.COMMITTED:  # else `_adopt` follows
                 self._give_up(entry.handoff, events.stopping(entry.handoff))
@@ -291,13 +293,14 @@ class DecodeWorker(HandoffRole[DecodeJob]):
     def _hand_back(self, handoff: HandoffId) -> None:
         job, spans = self._work[handoff], self._times.ended(handoff)
         preempted = partial(events.preempted, handoff, "this worker is stopping", spans)
-        if job.spec is None or not self.moves.hold(handoff, job.spec, job.last, job.session):
+        moves = self.moves.offer(handoff, job.spec, job.last, job.session, self._ahead) if job.spec is not None else 0
+        if not moves:
             self._give_up(handoff, preempted())
             return
         self.detached.drop(handoff)
         self._pop(handoff, "preempted")
         self._records.note(handoff, job.session.router_id, RecordState.RELEASED)
-        job.session.emit([preempted(held=True)])
+        job.session.emit([preempted(moves=moves)])
 
     def gone(self, session: Session) -> None:
         """See `RoleBehaviour.gone`. Resumable streams are parked."""
@@ -378,6 +381,7 @@ class DecodeWorker(HandoffRole[DecodeJob]):
             self._hand_back(handoff)
 
     def _step_events(self, result: StepResult) -> Iterator[HandoffEvents]:
+        self.moves.stepped(result)
         for item in result.outputs:
             if item.tokens and (job := self._work.get(item.key)) is not None:
                 job.last = item.tokens[-1]

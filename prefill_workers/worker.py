@@ -231,7 +231,7 @@ class PrefillWorker(HandoffRole[PrefillJob]):
             log.warning("push_refused", handoff=job.handoff, error=str(error))
             self._pushed(job.handoff, error if isinstance(error, HandoffError) else HandoffError(str(error)))
 
-    def leave(self) -> None:
+    def leave(self, ahead: int = 0) -> None:
         """See `WorkerRole.leave`. Computed prompts may still be handed over; the rest is computed elsewhere."""
         self.drain()
         for handoff, work in list(self._work.items()):

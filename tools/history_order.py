@@ -27,7 +27,8 @@ ROUTER: Steps = {
     "recovered": {"trying": "queued"},
     "ended": _any("queued trying", "ended"),
 }
-# States of a handoff, at a worker. After `failed` with `held`, its KV waits for a retransfer, which ends it.
+# States of a handoff, at a worker. After `failed` with `held`, its KV waits for a retransfer, which ends it. A decode
+# worker may retransfer a preempted one, and may compute more tokens of it.
 PREFILL: Steps = {
     "prefill": {"new": "working"},
     "repush": {"new": "working"},
@@ -43,11 +44,13 @@ DECODE: Steps = {
     "fenced": _any("reserved receiving", "fenced"),
     "adopted": {"committed": "decoding"},
     "computes": {"fenced": "decoding"},  # the worker computes the prompt itself
-    "tokens": {"decoding": "decoding"},
+    "tokens": {"decoding": "decoding", "moving": "moving"},
     "finished": {"decoding": "ended"},
     "preempted": {"decoding": "ended"},
-    "failed": _any("committed decoding", "ended"),
-    "released": _any("fenced committed decoding", "ended"),
+    "repush": {"new": "moving"},
+    "pushed": {"moving": "ended"},
+    "failed": _any("committed decoding moving", "ended"),
+    "released": _any("fenced committed decoding moving", "ended"),
 }
 STEPS = {"router": ROUTER, "prefill": PREFILL, "decode": DECODE}
 OTHERS = ("started", "registered", "beat", "lease_lost", "owned", "published", "let_go", *ENDS)
@@ -142,7 +145,8 @@ class Book:
     def _rename(self, event: Event, held: Handoff) -> None:
         """Move held KV from the older handoff to this one."""
         old = self.lives[held]
-        if old.state not in PREFILL["aborted"]:
+        preempted = old.last is not None and old.last.name == "preempted"
+        if old.state not in (*PREFILL["aborted"], "moving") and not preempted:
             self.fault("order", event, f"repush of {held[0]}/{held[1]}, which is {old.state}")
         old.state, old.last = "ended", event
         self.blocks.rename(held, event.handoff)

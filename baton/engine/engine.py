@@ -93,7 +93,7 @@ class Engine:
         self._overlap = Overlap(*parts, enabled=early and self._thoughts is None)
         self._on_layer: LayerListener | None = None
 
-    def watch(self, on_layer: LayerListener, on_free: Callable[[Sequence], None]) -> None:
+    def watch(self, on_layer: LayerListener | None, on_free: Callable[[Sequence], None]) -> None:
         """Register listeners. Each step calls `on_layer` during the forward, layer by layer, once K and V are written.
         `on_free` receives each sequence before its blocks are freed; nothing may read them after it returns.
         """
@@ -153,9 +153,10 @@ class Engine:
             result.add_counts(landed.counts)
         return result
 
-    def halt(self, key: HandoffId) -> TokenSequence[int] | None:
-        """Stop a decoding sequence and keep its blocks for `held`. Call `land` before. Returns its delivered tokens, or
-        None if the KV of all but the last is not final here. The sequence then continues.
+    def halt(self, key: HandoffId, ahead: int = 0) -> tuple[TokenSequence[int], Allocation] | None:
+        """Stop a decoding sequence, now or after `ahead` more tokens, and keep its blocks for `held`. Call `land`
+        before. Returns its delivered tokens and its blocks, which grow until then. Returns None, and the sequence
+        continues, if the KV of all tokens but the last is not final here.
         """
         request = self._requests.get(key)
         if request is None or request.held or request.sequence.allocation is None:
@@ -163,9 +164,11 @@ class Engine:
         final = request.sequence.computed if request.progress is None else request.progress.final
         if final < len(request.choice.tokens) - 1:
             return None
-        request.hold = request.held = True
-        self._scheduler.remove(request.sequence)
-        return request.choice.tokens
+        request.hold = len(request.choice.tokens) + ahead
+        if not ahead:
+            request.held = True
+            self._scheduler.remove(request.sequence)
+        return request.choice.tokens, request.sequence.allocation
 
     def thinking_state(self, key: HandoffId) -> ThinkingState | None:
         """Return the thinking state of a sequence, or None if the model does not think. Raises KeyError like `held`."""
@@ -304,10 +307,11 @@ class Engine:
         self._hold_or_release(request)
 
     def _hold_or_release(self, request: Request) -> None:
-        if request.hold:
+        finish = request.choice.finish
+        if request.hold and (finish is not None or len(request.choice.tokens) >= request.hold):
             request.held = True
             self._scheduler.remove(request.sequence)
-        elif request.choice.finish is not None:
+        elif finish is not None:
             self.release(request.sequence.key)
 
     def _settle(self, request: Request, taken: VerifiedTokens | None, result: StepResult) -> None:

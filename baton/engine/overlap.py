@@ -170,7 +170,7 @@ class Overlap:
     def _advance(self, sequence: Sequence, request: Request) -> None:
         """Count the drawn token as known. A sequence that certainly ends with it is not scheduled again."""
         sequence.computed, sequence.known = sequence.known, sequence.known + 1
-        if request.hold or request.choice.full_at(sequence.known):
+        if 0 < request.hold <= sequence.known or request.choice.full_at(sequence.known):
             self._scheduler.remove(sequence)
 
 

@@ -24,7 +24,7 @@ class Request:
 
     sequence: Sequence
     choice: OutputState
-    hold: bool = False
+    hold: int = 0  # tokens at which it stops and keeps its blocks, or 0
     held: bool = False
     draft: CandidateTokens | None = None
     progress: VerifiedProgress | None = None  # set together with `draft`
@@ -102,7 +102,7 @@ class RequestFactory:
         if self.prefix_cache:
             scope = scope_key(self.backend.fingerprint, spec.cache_scope, spec.deterministic)
             sequence.chain = BlockHashChain(scope, choice.tokens, self.backend.layout.block_size)
-        request = Request(sequence, choice, hold)
+        request = Request(sequence, choice, len(spec) + 1 if hold else 0)
         if self.begin_fixed is not None and spec.deterministic:
             self.begin_fixed(request, len(spec.prompt))
         return request

@@ -93,9 +93,9 @@ def attached(handoff: HandoffId, stream: worker_pb2.Attached) -> Event:
     return Event(handoff=convert.handoff_to_pb(handoff), attached=stream)
 
 
-def preempted(handoff: HandoffId, reason: str, spans: Spans = (), *, held: bool = False) -> Event:
-    """Report that the sequence is requeued, for `reason`, such as a full pool. If `held`, its KV waits for a move."""
-    message = worker_pb2.Preempted(reason=reason, held=held)
+def preempted(handoff: HandoffId, reason: str, spans: Spans = (), *, moves: int = 0) -> Event:
+    """Report that the sequence is requeued, for `reason`, such as a full pool. The KV of `moves` tokens can move."""
+    message = worker_pb2.Preempted(reason=reason, held=moves > 0, known_tokens=moves)
     return Event(handoff=convert.handoff_to_pb(handoff), preempted=message, spans=spans)
 
 

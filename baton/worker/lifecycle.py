@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import socket
 from collections.abc import Callable
@@ -131,6 +132,7 @@ Ready = Callable[[WorkerRef], None]
 SHUTDOWN_GRACE_S = 2.0
 LEAVE_S = 1.0  # after a signal, for pushes that are nearly done
 MOVE_S = 10.0  # after an order to drain or to change the role, for routers to find other workers
+AHEAD, AHEAD_S = 256, 2.0  # tokens, and seconds, that a moving sequence decodes while its KV is sent
 _POLL_S = 0.01
 _DRAIN_POLL_S = 0.1
 
@@ -210,7 +212,7 @@ async def run_incarnation(
             await health.report(serving=False)
             await beats.drain(stop, order.grace_s, role, lambda: stepping.drained)
         await _deregister(ledger, info.ref)  # routers stop choosing it
-        await _leave(loop, role, LEAVE_S if order is None else MOVE_S)
+        await _leave(loop, role, service, stop, ordered=order is not None)
         if stop.is_set() or order is None:
             return None
         await service.finish(LEAVE_S)
@@ -297,14 +299,26 @@ async def _wait(stop: asyncio.Event, seconds: float) -> None:
         await asyncio.wait_for(stop.wait(), seconds)
 
 
-async def _leave(loop: EngineLoop, role: WorkerRole, within_s: float) -> None:
-    """Hand over running work, and give its pushes at most `within_s`. Raises an error of the role."""
-    left = asyncio.wrap_future(loop.call(role.leave))
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(within_s):
-            await asyncio.shield(left)  # a late engine thread still hands its work over
-            while role.busy:  # noqa: ASYNC110  (the engine thread signals no event)
-                await asyncio.sleep(_POLL_S)
+async def _leave(
+    loop: EngineLoop, role: WorkerRole, service: WorkerService, stop: asyncio.Event, *, ordered: bool
+) -> None:
+    """Hand over running work. Its pushes get at most MOVE_S if `ordered`, and LEAVE_S after `stop`. Routers get beats.
+    Raises an error of the role.
+    """
+    pace, clock = loop.paces.decode, asyncio.get_running_loop().time
+    most = int(AHEAD_S * pace.steps / pace.seconds) if pace.seconds else AHEAD
+    left = asyncio.wrap_future(loop.call(partial(role.leave, min(most, AHEAD) if ordered else 0)))
+    until = clock() + (MOVE_S if ordered else LEAVE_S)
+    for turn in itertools.count():
+        if (left.done() and not role.busy) or loop.failure is not None or clock() >= until:
+            break  # a late engine thread still hands its work over
+        if stop.is_set() and ordered:
+            ordered, until = False, min(until, clock() + LEAVE_S)
+        if turn % 10 == 0:
+            service.beat()
+        await asyncio.sleep(_POLL_S)
+    if left.done():
+        left.result()
 
 
 async def _stop_serving(

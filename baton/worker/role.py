@@ -60,8 +60,10 @@ class WorkerRole(RoleBehaviour, Protocol):
     def idle(self) -> bool:
         """Whether no work is left, so that the worker can end. On the engine thread."""
 
-    def leave(self) -> None:
-        """Accept nothing new, and requeue at the routers all work that will not end here. On the engine thread."""
+    def leave(self, ahead: int) -> None:
+        """Accept nothing new, and requeue at the routers all work that will not end here. Sequences that move may
+        decode `ahead` more tokens here while their KV is sent. On the engine thread.
+        """
 
     @property
     def busy(self) -> bool:

@@ -10,10 +10,10 @@ P is the prefill worker, D the decode worker.
                                                       v
                                                   decoding -- finish of D --> finished, or Preempted --> next attempt
 
-A D that leaves may hold the KV of a preempted sequence. It then has the part of P in the next attempt. If D is lost or
-fails at any time, the attempt is lost too. P retransfers held KV to the next attempt's D, unless the client has tokens
-beyond it. An error that a retry would repeat is raised. Leaving the attempt sends Release to each worker that has not
-reported its own end, unless its KV is kept for the next attempt.
+A D that leaves may hold the KV of a preempted sequence. It then has the part of P in the next attempt, and may decode
+more tokens before the handoff. If D is lost or fails at any time, the attempt is lost too. P retransfers held KV to the
+next attempt's D, unless the client has tokens beyond it. An error that a retry would repeat is raised. Leaving the
+attempt sends Release to each worker that has not reported its own end, unless its KV is kept for the next attempt.
 Without P, an attempt goes from reserved to decoding: D gets the prompt with the Reserve and computes it.
 """
 
@@ -75,7 +75,9 @@ class Attempt:
         track: Track,
         metrics: Metrics,
         retention: StreamRetention | None = None,
+        known_tokens: int = 0,
     ) -> None:
+        self.known_tokens = max(known_tokens, len(spec))  # whose KV comes to D; after a preemption, that D can move
         self.cached_tokens: int | None = None  # on D; None until reserved
         self.prefill_cached = 0  # tokens that P did not have to compute
         self.committed: pb.Committed | None = None
@@ -83,7 +85,7 @@ class Attempt:
         self.retry_reason = ""  # the reason if another attempt is needed
         self.lost: BatonError | None = None
         self.kept = False  # whether P, or D if it `moves`, keeps its KV for the next attempt
-        self.moves = False  # D leaves and holds the KV of all tokens but the last
+        self.moves = False  # D leaves and holds the KV of all tokens but the last, or decodes on until it has more
         self.died = False  # whether a worker process that computed this request was lost
         self.handoff, self._name = handoff, convert.handoff_to_pb(handoff)
         self._placement, self.spec = placement, spec
@@ -129,6 +131,11 @@ class Attempt:
         return self.moves or (self.lost is not None and self._holds and not self._decoding)
 
     @property
+    def _from_decode(self) -> bool:
+        """Whether a decode worker that leaves has the part of P."""
+        return self._placement.prefill is not None and self._placement.prefill.info.role is Role.DECODE
+
+    @property
     def holder(self) -> WorkerStream:
         """The worker with the KV of a `held` attempt."""
         return self._placement.decode if self.moves else self.prefill_link
@@ -165,7 +172,7 @@ class Attempt:
         message = pb.Reserve(
             handoff=self._name,
             fingerprint=info.fingerprint,
-            known_tokens=len(self.spec),
+            known_tokens=self.known_tokens,
             max_total=len(self.spec.prompt) + self.spec.sampling.max_tokens,
             deadline_s=deadline_s,
             prefix=block_hashes_of(self.spec, info.fingerprint, info.layout.block_size, thinks=thinks),
@@ -250,6 +257,7 @@ class Attempt:
                 self._on_committed(item.committed)
             case "preempted":
                 self.retry_reason, self._decode_ended, self.moves = "preempted", True, item.preempted.held
+                self.known_tokens = item.preempted.known_tokens
             case "refused":
                 self._on_refused(source, item.refused)
             case "failed":
@@ -285,7 +293,7 @@ class Attempt:
 
     def _on_finish(self, source: Role, finish: Finish) -> None:
         self.finish, self._decode_ended = finish, source is Role.DECODE
-        if source is Role.PREFILL:
+        if source is Role.PREFILL and not self._from_decode:
             self._stages.ended_at_first_token()
 
     def _on_tokens(self, source: Role, tokens: list[Token]) -> None:
@@ -295,7 +303,10 @@ class Attempt:
             return
         if source is Role.PREFILL:
             self._placement.computed()
-            self._stages.first_token()
+            if self._from_decode:
+                self._stages.enter(Stage.DECODE)
+            else:
+                self._stages.first_token()
         else:
             self._decoding = True
             self._placement.prefill_done()
@@ -345,7 +356,7 @@ class Attempt:
         self.lost, self.retry_reason = error, f"{source}_lost"
         if isinstance(error, WorkerLeft):
             self.lost, self.retry_reason = None, "no_room"  # like a refusal of a worker that drains
-        elif source is Role.PREFILL and (mover := self._placement.prefill) and mover.info.role is Role.DECODE:
+        elif source is Role.PREFILL and self._from_decode:
             self.lost, self.retry_reason = None, "kv_dropped"  # the move failed: computed again, as without a move
 
     def _worker(self, source: Role) -> str:

@@ -175,6 +175,10 @@ class ChoiceRun:
             return self._held.spec
         return replace(self.spec, known=tuple(self.delivery.ids[: -1 if self._held else None]))
 
+    def _room(self, spec: SequenceSpec) -> int:
+        """Return the tokens whose KV the next decode worker receives: those of `spec`, or more in a move."""
+        return max(len(spec), self._held.known_tokens if self._held else 0)
+
     async def admit(self) -> Placement:
         """Wait for a placement. A request that returns to the queue keeps its place. Raises InvalidRequest if it must
         not be computed again.
@@ -188,7 +192,7 @@ class ChoiceRun:
         keep = self._held.holder if self._held else None
         return await self._dispatch.admission.admit(
             ticket_for(call.arrival, spec.priority),
-            len(spec),
+            self._room(spec),
             Requirements(keep, spec, self.request.determinism, thinks),
             returning=self.observer.attempts > 0,
             accepted=accepted,
@@ -228,7 +232,8 @@ class ChoiceRun:
         info = placement.decode.info
         detached, self._detached = self._detached, None
         retention = self.request.retention(self.choice)
-        rest = (placement, fitted(self._next_spec(), info), self.observer.track, self.observer.metrics, retention)
+        spec = fitted(self._next_spec(), info)
+        rest = (placement, spec, self.observer.track, self.observer.metrics, retention, self._room(spec))
         self.thoughts.begin(len(self.spec.prompt), info.thinking_chunk, detached=detached is not None)
         if detached is not None:
             return TakeoverAttempt(detached.handoff, *rest)

@@ -13,38 +13,42 @@ from tests.support.waiting import until
 MOVED = 5  # tokens that the client has when the worker leaves
 
 
-async def leaving(make, **settings) -> tuple[InProcessCluster, Any]:
-    """Start a request that waits for a decode worker while the first one, which leaves, holds its KV."""
+async def leaving(make, ahead: int = 0, **settings) -> tuple[InProcessCluster, Any]:
+    """Start a request that waits for a decode worker while the first one, which leaves, holds its KV. The first one
+    decodes `ahead` more tokens until the handoff.
+    """
     cluster = await make(**{"decode": 2, **settings})
-    first, second = cluster.decode[0], cluster.decode[-1]
-    first.preempt_at, first.keeps = [MOVED], True
+    first, *others = cluster.decode
+    first.preempt_at, first.keeps, first.ahead = [MOVED], True, ahead
     call = await at(cluster, "decoding")
-    second.close("reserve")
+    for each in others:
+        each.close("reserve")
     first.draining = True
     first.emit()
-    await until(lambda: cluster.links[-2].view.load.draining, "draining")
+    await until(lambda: any(link.view.load.draining for link in cluster.links), "draining")
     first.open("decode")
-    await until(lambda: second.count("reserve") == 1, "the next attempt")
+    await until(lambda: sum(each.count("reserve") for each in others) == 1, "the next attempt")
     return cluster, call
 
 
-async def test_the_kv_goes_to_the_other_worker(make):
-    cluster, call = await leaving(make)
+@pytest.mark.parametrize("ahead", [0, 2])
+async def test_the_kv_goes_to_the_other_worker(make, ahead):
+    cluster, call = await leaving(make, ahead)
     [prefill], [first, second] = cluster.prefill, cluster.decode
     second.open("reserve", "decode")
     events = await answered(cluster, call)
     assert attempts_of(first) == [("reserve", 1), ("repush", 2)]
-    assert [message.known_tokens for message in second.reserves] == [len(PROMPT) + MOVED - 1]
+    assert [message.known_tokens for message in second.reserves] == [len(PROMPT) + MOVED - 1 + ahead]
     assert prefill.count("prefill") == 1
     done = events[-1].completed
     assert (done.placement.prefill_worker, done.placement.decode_worker) == ("decode-0", "decode-1")
     assert (recovered(events), done.placement.attempts) == ([], 2)
 
 
-@pytest.mark.parametrize("how", ["dies", "dropped it", "push fails"])
-async def test_without_the_kv_it_is_computed_again(make, how):
-    """A failed move is no failure of the request, which may have one attempt only."""
-    cluster, call = await leaving(make, attempts=1)
+@pytest.mark.parametrize(("how", "ahead"), [("dies", 0), ("dropped it", 0), ("push fails", 0), ("push fails", 2)])
+async def test_without_the_kv_it_is_computed_again(make, how, ahead):
+    """A failed move is no failure of the request, which may have one attempt only. Tokens of the move are delivered."""
+    cluster, call = await leaving(make, ahead, attempts=1)
     [prefill], [first, second] = cluster.prefill, cluster.decode
     if how == "dies":
         first.close("commit")
@@ -57,8 +61,26 @@ async def test_without_the_kv_it_is_computed_again(make, how):
         await until(lambda: first.count("repush") == 1, "repush")
         await first.kill()
     events = await answered(cluster, call)
-    assert [list(spec.known) for spec in prefill.specs[1:]] == [ids_of(events)[:MOVED]]
+    assert [list(spec.known) for spec in prefill.specs[1:]] == [ids_of(events)[: MOVED + ahead]]
     assert recovered(events) == []
+
+
+async def test_the_kv_goes_to_a_third_worker_if_the_second_dies_in_the_middle(make):
+    """Tokens that the client got during the move are sent again, and the length that moves stays the same."""
+    cluster, call = await leaving(make, 2, decode=3)
+    first, *others = cluster.decode
+    first.close("commit")
+    for each in others:
+        each.open("reserve", "decode")
+    await until(lambda: first.count("repush") == 1, "the first push")
+    taken = next(each for each in others if each.count("reserve"))
+    await taken.kill()
+    first.open("commit")
+    await answered(cluster, call)
+    [third] = [each for each in others if each is not taken]
+    assert attempts_of(first) == [("reserve", 1), ("repush", 2), ("repush", 3)]
+    assert [message.known_tokens for message in third.reserves] == [len(PROMPT) + MOVED - 1 + 2]
+    assert cluster.prefill[0].count("prefill") == 1
 
 
 async def test_it_is_computed_again_if_the_worker_is_gone_before_another_is_free(make):

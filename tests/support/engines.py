@@ -154,18 +154,23 @@ def hand_over(
     return streams.drain(receiver)
 
 
-def move(sender: Engine, receiver: Engine, spec: SequenceSpec, after: int) -> Streams:
-    """Run `spec` until it has `after` tokens, then continue on the other engine from its KV. Return all output."""
+def move(sender: Engine, receiver: Engine, spec: SequenceSpec, after: int, ahead: int = 0) -> Streams:
+    """Run `spec` until it has `after` tokens and `ahead` more, then continue on the other engine. Return all output."""
     sender.submit(key := key_of(), spec)
     streams = Streams()
     while len(streams.tokens[key]) < after:
         streams.step(sender)
     streams.take(sender, sender.land())
-    tokens = sender.halt(key)
-    assert tokens is not None
+    halted = sender.halt(key, ahead)
+    assert halted is not None
+    tokens, blocks = halted
+    stop = len(tokens) + ahead
+    while sender.has_work():
+        streams.step(sender)
+    assert len(tokens) == stop
     room, layers = reserved(receiver, len(tokens) - 1), range(receiver.layout.layers)
     wire = torch.empty(len(layers) * (len(tokens) - 1) * receiver.layout.layer_token_bytes, dtype=torch.uint8)
-    sender.kv.gather(layers, sender.held(key).blocks, 0, len(tokens) - 1, wire)
+    sender.kv.gather(layers, blocks.blocks, 0, len(tokens) - 1, wire)
     receiver.kv.scatter(layers, room.blocks, 0, len(tokens) - 1, wire)
     known = tuple(tokens[len(spec.prompt) :])
     receiver.adopt(key, replace(spec, known=known), room, sender.thinking_state(key))

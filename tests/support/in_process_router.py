@@ -80,6 +80,7 @@ class FakeWorker(WorkerServicer):
         self.hold_at: int | None = None  # token index before which the worker waits for "hold"
         self.preempt_at: list[int] = []  # token indices at which the request is requeued, each used once
         self.keeps = False  # a preempted request is held for a Repush, as by a decode worker that leaves
+        self.ahead = 0  # tokens that it decodes after it is preempted, and sends after the Repush
         self.draining = False
         self.fail_push: list[worker_pb2.Failed] = []  # outcomes of the next pushes, instead of a commit
         self.commit_first = False  # D's message before P's first token
@@ -273,6 +274,9 @@ class FakeWorker(WorkerServicer):
         cached = self.cached.pop(0) if self.cached else 0
         first = convert.tokens_to_pb([token_at(list(spec.prompt), index, scored=self.scored)])
         said = [event(work.handoff, tokens=first, cached_tokens=cached)] if self.role is Role.PREFILL else []
+        if self.role is Role.DECODE and self.ahead:
+            late = [token_at(list(spec.prompt), at) for at in range(index + 1 - self.ahead, index + 1)]
+            said = [event(work.handoff, tokens=convert.tokens_to_pb(late))]
         if index + 1 == spec.sampling.max_tokens:
             self._done(work, *said, finish(work.handoff))
             return
@@ -380,8 +384,10 @@ class FakeWorker(WorkerServicer):
                 self.preempt_at.remove(at)
                 self._held.pop(handoff, None)
                 if self.keeps:
-                    self._keep(handoff, spec, at - 1)
-                self.emit(event(handoff, preempted=worker_pb2.Preempted(reason="full", held=self.keeps)))
+                    self._keep(handoff, spec, at - 1 + self.ahead)
+                known = len(prompt) + at - 1 + self.ahead if self.keeps else 0
+                preempted = worker_pb2.Preempted(reason="full", held=self.keeps, known_tokens=known)
+                self.emit(event(handoff, preempted=preempted))
                 return
             if at == last:
                 self._held.pop(handoff, None)

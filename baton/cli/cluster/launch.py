@@ -6,10 +6,9 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -17,19 +16,20 @@ import psutil
 import typer
 
 from baton.cli.cluster.model_check import check_model
+from baton.cli.cluster.phases import shown_phases
 from baton.cli.cluster.serve import role_factories
 from baton.cli.exit_codes import exit_code
 from baton.cli.target import TOKEN_VARIABLE, check_tokens, find_cluster
 from baton.cluster.backend_process import (
     PARENT,
     POLL_S,
+    READY_FD,
     START_TIMEOUT_S,
     Child,
     ProcessPlacement,
     ProcessSpec,
     die_with_parent,
     report_ready,
-    tail,
 )
 from baton.cluster.backend_ray import LOCAL, RayPlacement, start_local
 from baton.cluster.controller import LocalControl
@@ -50,9 +50,6 @@ from baton.model_hub import model_folder, pinned
 from baton.network import raise_open_files
 
 COMMAND = ("-m", "baton", "pull")
-SHOWN_S = 1.0
-FILE_CLOCK_S = 0.1  # because file times come from a clock that is late by up to a tick
-CLEAR = "\r\x1b[K"
 DOWN_S = 30.0
 LOOK_S = 0.1  # interval of checks of ending processes
 SUPERVISOR = "supervisor"
@@ -90,47 +87,6 @@ def fetched(config: ClusterConfig, stop: Stop) -> ClusterConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"path": name})})
 
 
-@contextmanager
-def shown_loading(logs: Path) -> Iterator[Callable[[], None]]:
-    """Show loading progress on stderr, if that is a terminal, until the block ends or calls the given function."""
-    if not sys.stderr.isatty():
-        yield lambda: None
-        return
-    done, began = threading.Event(), time.time() - FILE_CLOCK_S
-
-    def show() -> None:
-        while not done.wait(SHOWN_S):
-            if shares := loading(logs, began):
-                sys.stderr.write(f"{CLEAR}loading: {', '.join(shares)}")
-                sys.stderr.flush()
-
-    def end() -> None:
-        if not done.is_set():
-            done.set()
-            thread.join()
-            sys.stderr.write(CLEAR)
-
-    thread = threading.Thread(target=show, name="loading", daemon=True)
-    thread.start()
-    try:
-        yield end
-    finally:
-        end()
-
-
-def loading(logs: Path, since: float) -> list[str]:
-    """Return each worker's progress, by the last line of logs written after `since` (seconds of the epoch)."""
-    shares = []
-    for path in sorted(logs.glob("*.log")):
-        try:
-            line = json.loads(tail(path, 1)) if path.stat().st_mtime >= since else {}
-        except (OSError, ValueError):  # another format, or an incomplete line
-            continue
-        if isinstance(line, dict) and line.get("event") in {"model_loading", "model_loaded"}:
-            shares.append(f"{path.stem} {line.get('percent', 100)} %")
-    return shares
-
-
 def up(file: Path, sets: Sequence[str], stop: Stop, *, detach: bool, as_json: bool) -> None:
     """Start a cluster and return when it has ended, or with `detach` when it is ready."""
     raise_open_files()  # child processes inherit it
@@ -152,7 +108,9 @@ def _up(config: ClusterConfig, file: Path, sets: Sequence[str], stop: Stop, *, d
     configure_logging("warning", "auto", SUPERVISOR, copy)
     typer.echo(f"starting cluster {config.name!r} ...", err=True)
 
-    with shown_loading(StateFolder(config.name).logs) as shown:
+    workers = config.prefill.replicas + config.decode.replicas
+    detached = READY_FD in os.environ  # then the parent shows the phases
+    with shown_phases(StateFolder(config.name).logs, workers, shows=not detached) as shown:
 
         def ready(state: ClusterState) -> None:
             shown()
@@ -243,8 +201,9 @@ def _detach(config: ClusterConfig, file: Path, sets: Sequence[str], stop: Stop, 
     child = Child(ProcessSpec("up", argv, output, env, ready_timeout_s=2 * START_TIMEOUT_S, new_session=True))
     child.start()
     try:
-        with shown_loading(folder.logs):
+        with shown_phases(folder.logs, config.prefill.replicas + config.decode.replicas) as shown:
             child.wait_ready(stop)
+            shown()
     except BatonError as error:
         child.terminate()
         child.wait(DOWN_S)

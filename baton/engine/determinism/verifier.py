@@ -133,7 +133,7 @@ class FixedForwards:
 
     def begin(self, request: Request, prompt: int) -> None:
         sequence = request.sequence
-        progress = VerifiedProgress(self._shapes, prompt, sequence.known, sequence.computed, holds=request.hold)
+        progress = VerifiedProgress(self._shapes, prompt, sequence.known, sequence.computed, holds=bool(request.hold))
         sequence.policies = (*sequence.policies, progress)
         request.progress, request.draft = progress, CandidateTokens(request.choice)
 

@@ -815,18 +815,24 @@ class Preempted(_message.Message):
 
     REASON_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
+    KNOWN_TOKENS_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     held: _builtins.bool
     """the KV of all tokens but the last stays until a Repush or a Release"""
+    known_tokens: _builtins.int
+    """If held: the KV that a Repush sends. The worker may decode until it has so much, and sends these tokens after the
+    Repush, in its handoff. The Reserve before it names as many known tokens.
+    """
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
         held: _builtins.bool = ...,
+        known_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "known_tokens", b"known_tokens", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,7 +1,5 @@
-"""`baton up`: overrides, settings without passwords, a model that is fetched once, and the progress of loading."""
+"""`baton up`: overrides, settings without passwords and a model that is fetched once."""
 
-import io
-import json
 import sys
 import threading
 from contextlib import nullcontext
@@ -10,7 +8,7 @@ import pytest
 
 from baton import __version__
 from baton.cli.cluster import launch
-from baton.cli.cluster.launch import as_environment, as_options, fetched, loading, shown_loading
+from baton.cli.cluster.launch import as_environment, as_options, fetched
 from baton.cli.cluster.model_check import check_model
 from baton.cli.cluster.serve import router_settings
 from baton.cli.setup.config import effective
@@ -18,7 +16,6 @@ from baton.cluster.signals import Stop
 from baton.config import ClusterConfig, load_config
 from baton.errors import Cancelled, ConfigError
 from baton.network import redacted
-from tests.support.waiting import eventually
 from tests.unit.test_hub import COMMIT, snapshot
 
 
@@ -113,44 +110,6 @@ def test_a_download_ends_when_told_to(monkeypatch):
     threading.Timer(0.2, stop.drain.set).start()
     with pytest.raises(Cancelled):
         fetched(config("hf:org/tiny"), stop)
-
-
-def write_log(folder, name, *events):
-    (folder / f"{name}.log").write_text("\n".join(json.dumps(event) for event in events))
-
-
-def test_logs_say_how_far_each_worker_is(tmp_path):
-    write_log(tmp_path, "decode-0", {"event": "config"}, {"event": "model_loading", "percent": 40})
-    write_log(tmp_path, "prefill-0", {"event": "model_loading", "percent": 40}, {"event": "model_loaded"})
-    write_log(tmp_path, "prefill-1", {"event": "config"})
-    (tmp_path / "prefill-2.log").write_text('{"event": "model_lo')
-    (tmp_path / "prefill-3.log").write_text("[1]")
-    assert loading(tmp_path, since=0) == ["decode-0 40 %", "prefill-0 100 %"]
-    assert loading(tmp_path, since=2e10) == []  # of an earlier run
-    assert loading(tmp_path / "none", since=0) == []
-
-
-def test_a_terminal_shows_one_line_and_clears_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(launch, "SHOWN_S", 0.01)
-    terminal = io.StringIO()
-    monkeypatch.setattr(terminal, "isatty", lambda: True)
-    monkeypatch.setattr(sys, "stderr", terminal)
-    with shown_loading(tmp_path) as shown:
-        write_log(tmp_path, "decode-0", {"event": "model_loading", "percent": 40})
-        eventually(lambda: "loading: decode-0 40 %" in terminal.getvalue())
-        shown()
-        before = terminal.getvalue()
-    assert terminal.getvalue() == before  # cleared once
-    assert before.endswith(launch.CLEAR)
-    assert "\n" not in before
-
-
-def test_no_terminal_no_line(monkeypatch, tmp_path):
-    stderr = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", stderr)
-    with shown_loading(tmp_path):
-        assert not [thread for thread in threading.enumerate() if thread.name == "loading"]
-    assert stderr.getvalue() == ""
 
 
 @pytest.mark.parametrize("detach", [False, True])

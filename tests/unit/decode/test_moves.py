@@ -1,9 +1,25 @@
 """A decode worker that leaves holds its running sequences until another one has their KV."""
 
+from dataclasses import replace
+
 import pytest
 
+from baton.core import HandoffId
 from baton.errors import ChannelBroken, DigestMismatch
-from tests.support.sessions import STALE, FakeSession, H, expected, names_of, next_of, prefill, release, repush, reserve
+from tests.support.sessions import (
+    GREEDY,
+    STALE,
+    FakeSession,
+    H,
+    expected,
+    names_of,
+    next_of,
+    prefill,
+    release,
+    repush,
+    reserve,
+    spec_of,
+)
 from tests.support.sessions import prompt_of as prompt
 from tests.support.workers import DecodeSide
 
@@ -15,12 +31,12 @@ def other():
     return DecodeSide()
 
 
-def leaves(side, session, steps=3):
+def leaves(side, session, steps=3, ahead=0, spec=None):
     """Decode H alone for some steps, leave, and return the delivered tokens."""
     side.attach_pusher()
-    side.take(session, reserve(), prefill(to=None))
+    side.take(session, reserve(), prefill(spec=spec, to=None))
     side.step(steps)
-    side.role.leave()
+    side.role.leave(ahead)
     assert session.events[-1].preempted.held
     return session.ids()
 
@@ -50,6 +66,97 @@ def test_another_worker_continues_with_the_kv_and_computes_nothing_again(side, o
     assert side.role.idle
     assert side.all_free
     assert other.all_free
+
+
+LONG = spec_of(sampling=replace(GREEDY, max_tokens=20))
+AHEAD, KNOWN = 8, 9 + 3 - 1 + 8  # tokens whose KV moves after three steps
+
+
+def sent(side, other):
+    """Send what is final, and return the position that every layer has reached."""
+    side.pusher.advance(N, other)
+    return side.pusher.pushes[N].progress.lowest
+
+
+def test_full_blocks_leave_while_it_decodes_and_only_the_last_one_waits(side, other, router):
+    said = leaves(side, router, ahead=AHEAD, spec=LONG)
+    assert router.events[-1].preempted.known_tokens == KNOWN
+    side.step()
+    assert router.ids() == said  # the router has left this attempt
+    other.take(router, reserve(N, KNOWN))
+    side.take(router, repush(H))
+    side.pusher.advance(N, other)
+    reached = []
+    while side.engine.has_work():
+        reached.append(sent(side, other))
+        side.step()
+        assert router.ids(N) == expected(LONG)[3 : 3 + len(router.ids(N))]  # tokens come with each step
+    assert reached == [12, 12, 12, 12, 16, 16, 16]
+    assert len(router.ids(N)) == AHEAD
+    while N in side.pusher.pushes:
+        side.pusher.advance(N, other)
+    side.loop.drain()
+    assert router.kinds(N)[-1] == "pushed"
+    other.run()
+    assert router.ids(N) == [*expected(LONG)[3 : 3 + AHEAD], *expected(LONG)[2 + AHEAD :]]
+    assert other.engine.load().prefill_tokens == 0
+    assert side.role.idle
+    assert side.all_free
+    assert other.all_free
+
+
+@pytest.mark.parametrize("repushed", [False, True])
+def test_a_sequence_that_ends_before_its_stop_is_not_handed_over(side, other, router, repushed):
+    leaves(side, router, ahead=AHEAD)
+    if repushed:
+        other.take(router, reserve(N, router.events[-1].preempted.known_tokens))
+        side.take(router, repush(H))
+    side.run()
+    if not repushed:
+        assert side.all_free
+        side.take(router, repush(H))
+    assert router.ids(N) == expected()[3:]
+    assert router.kinds(N)[-1] == "finish"
+    assert side.all_free
+    assert side.role.idle
+
+
+@pytest.mark.parametrize("how", ["release", "gone", "push fails"])
+def test_a_move_that_fails_while_it_decodes_frees_everything(side, other, router, how):
+    leaves(side, router, ahead=AHEAD, spec=LONG)
+    other.take(router, reserve(N, KNOWN))
+    side.take(router, repush(H))
+    side.pusher.advance(N, other)
+    sent(side, other)
+    side.step()
+    if how == "push fails":
+        side.push_ends(N, ChannelBroken("cut"))
+        assert not router.failure.held
+    else:
+        side.role.gone(router) if how == "gone" else side.take(router, release(N))
+    side.run()
+    assert side.all_free
+    assert side.role.idle
+    assert not side.engine.has_work()
+    assert side.pusher.log[-2:] == [("withdraw", N), ("abort", N)] or how == "push fails"
+
+
+def test_a_moving_sequence_that_loses_its_blocks_fails(side, other, router):
+    """An older sequence needs a block when none is left."""
+    older = HandoffId("older", 1)
+    side.take(router, reserve(older), prefill(older, spec_of(older, sampling=LONG.sampling), to=None))
+    leaves(side, router, ahead=AHEAD, spec=LONG)
+    other.take(router, reserve(N, KNOWN))
+    side.take(router, repush(H))
+    side.pusher.advance(N, other)
+    side.pusher.advance(N, other)
+    kept = side.engine.pool.allocate(side.counts.available)
+    side.run()
+    assert router.kinds(N)[-1] == "failed"
+    assert side.pusher.log[-2:] == [("withdraw", N), ("abort", N)]
+    side.take(router, release(older))
+    kept.release()
+    assert side.all_free
 
 
 def test_cached_blocks_are_not_sent(side, other, router):

@@ -211,11 +211,11 @@ def test_a_handoff_between_two_engines(either):
     assert hand_over(early(either), early(either), spec).tokens[key_of()] == alone.tokens
 
 
-@pytest.mark.parametrize("after", [1, 2, 9])
-def test_a_move_takes_the_late_token_along(either, after):
+@pytest.mark.parametrize(("after", "ahead"), [(1, 0), (2, 0), (9, 0), (2, 1), (2, 5)])
+def test_a_move_takes_the_late_token_along(either, after, ahead):
     spec = spec_of((5, 6, 7, 8, 9), max_tokens=20, temperature=1.0, seed=3)
     alone = generate(engine_of(either, overlap=False), spec)
-    assert move(early(either), early(either), spec, after).tokens[key_of()] == alone.tokens
+    assert move(early(either), early(either), spec, after, ahead).tokens[key_of()] == alone.tokens
 
 
 def test_an_error_of_the_late_read_fails_the_sequences_of_that_step_alone(backend, monkeypatch):

@@ -97,7 +97,16 @@ async def test_an_error_while_the_role_leaves_reaches_the_host(started):
     role = Mock(busy=False)
     role.leave.side_effect = ValueError("broken")
     with pytest.raises(ValueError, match="broken"):
-        await lifecycle._leave(started(), role, lifecycle.LEAVE_S)
+        await lifecycle._leave(started(), role, Mock(), asyncio.Event(), ordered=True)
+
+
+async def test_a_stop_signal_ends_the_time_for_moves_and_routers_get_beats_until_then(started, monkeypatch):
+    monkeypatch.setattr(lifecycle, "MOVE_S", 1e6)
+    monkeypatch.setattr(lifecycle, "LEAVE_S", 0.0)
+    stop, service = asyncio.Event(), Mock()
+    service.beat.side_effect = stop.set
+    async with asyncio.timeout(scaled(10)):
+        await lifecycle._leave(started(), Mock(busy=True), service, stop, ordered=True)
 
 
 def test_ticks_come_though_nothing_happens(started, listener):
