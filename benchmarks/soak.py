@@ -120,7 +120,7 @@ def evaluate(
     """Check everything and write each finding to `notes`."""
     findings = check(records)
     blocks, problems = leaks(census)
-    violations = check_histories([history]).violations
+    violations = check_histories([history], one_host=True).violations
     lines = [
         *map(_line, findings),
         *problems,

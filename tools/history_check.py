@@ -39,9 +39,11 @@ class Report:
     outcomes: Counter[str]  # of requests: number accepted, and number by outcome
 
 
-def check(paths: Sequence[Path], *, grace_s: float = 5.0) -> Report:
-    """Check these files and folders. Required events may be late by `grace_s` seconds of wall time."""
-    journals = list(read_all(paths))
+def check(paths: Sequence[Path], *, grace_s: float = 5.0, one_host: bool = False) -> Report:
+    """Check these files and folders. Required events may be late by `grace_s` seconds of wall time, or of the monotonic
+    clock that all processes of `one_host` share, if the wall clock may have been stepped.
+    """
+    journals = list(read_all(paths, "monotonic" if one_host else "wall"))
     faults = [fault for journal in journals for fault in journal.faults]
     journals = [journal for journal in journals if journal.events]
     books = [Book(journal) for journal in journals]
@@ -64,7 +66,7 @@ def _places(journals: Sequence[Journal], grace_s: float) -> Iterator[Violation]:
     lives: dict[str, list[tuple[float, Journal, Event]]] = defaultdict(list)
     for journal in journals:
         if (event := _registered(journal)) is not None:
-            lives[journal.process].append((event.wall, journal, event))
+            lives[journal.process].append((event.time_s, journal, event))
     for place in lives.values():
         place.sort(key=lambda entry: entry[0])
         for (_, older, _), (_, newer, event) in pairwise(place):
@@ -75,17 +77,17 @@ def _places(journals: Sequence[Journal], grace_s: float) -> Iterator[Violation]:
 
 def _late(older: Journal, taken: Event, grace_s: float) -> Iterator[Violation]:
     for event in older.events:
-        if event.name in NEW_WORK and event.wall > taken.wall + grace_s:
+        if event.name in NEW_WORK and event.time_s > taken.time_s + grace_s:
             yield Violation("place", event.at, f"{event.name} after another incarnation took the place: {taken.at}")
 
 
 def _ends(books: Sequence[Book], grace_s: float) -> Iterator[Violation]:
     """Yield unended requests and handoffs, and unfreed blocks, of processes that lived on."""
     routed = [event for book in books if book.journal.role == "router" for event in book.journal.events]
-    ended = {event.request: event.wall for event in routed if event.name == "ended"}
+    ended = {event.request: event.time_s for event in routed if event.name == "ended"}
     newest = {journal.process: journal.life for journal in sorted((b.journal for b in books), key=lambda j: j.life)}
     for book in books:
-        journal, last = book.journal, book.journal.last.wall
+        journal, last = book.journal, book.journal.last.time_s
         lost = any(event.name in {"died", "lease_lost"} for event in journal.events)
         if lost or journal.life != newest[journal.process]:
             continue

@@ -36,7 +36,7 @@ class Event:
 
     at: str
     name: str
-    wall: float
+    time_s: float
     facts: dict[str, Any]
 
     @property
@@ -94,8 +94,10 @@ class Journal:
         return self.last.name if self.last.name in ENDS else ""
 
 
-def read(path: Path) -> Journal:
-    """Read one file. An unterminated last line is left out, because its process was killed while writing it."""
+def read(path: Path, clock: str = "wall") -> Journal:
+    """Read one file, with the times of one clock. An unterminated last line is left out, because its process was killed
+    while writing it.
+    """
     journal = Journal(path)
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines[:-1], 1):
@@ -106,7 +108,7 @@ def read(path: Path) -> Journal:
         except ValueError as error:  # includes bytes that are not text
             journal.faults.append(Violation("readable", at, str(error)))
             continue
-        journal.events.append(Event(at, facts["event"], facts["wall"], facts))
+        journal.events.append(Event(at, facts["event"], facts[clock], facts))
     return journal
 
 
@@ -132,7 +134,7 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, list) and [type(number) for number in value] == [int, int]
 
 
-def read_all(paths: Sequence[Path]) -> Iterator[Journal]:
+def read_all(paths: Sequence[Path], clock: str = "wall") -> Iterator[Journal]:
     """Yield the journals of these files, and of the *.jsonl files in these folders."""
     for path in paths:
-        yield from map(read, sorted(path.glob("*.jsonl")) if path.is_dir() else [path])
+        yield from (read(file, clock) for file in (sorted(path.glob("*.jsonl")) if path.is_dir() else [path]))

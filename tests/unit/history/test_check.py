@@ -244,3 +244,10 @@ def test_no_event_can_be_changed(folder, changes):
             write(folder, file, changed)
             assert rules(folder), (file, event)
         write(folder, file, events)
+
+
+def test_on_one_host_a_step_of_the_wall_clock_is_no_fault(folder):
+    events = rows(folder, OLD_D)
+    write(folder, OLD_D, [event | {"wall": event["wall"] + 3600} for event in events])
+    assert rules(folder) == {"place"}
+    assert check([folder], one_host=True).violations == []
