@@ -34,6 +34,8 @@ KERNEL_SUITES := tests/unit/kernels tests/integration/test_tensor_parallel.py te
 	$(patsubst %,tests/unit/engine/test_%.py,deterministic determinism thinking) \
 	$(patsubst %,tests/unit/model/test_%.py,checkpoints families fixed_forwards kv weights) \
 	$(patsubst %,tests/unit/worker/test_%.py,build roles_thinking)
+# The mark stands in the files of the tests, so that no other file needs to be imported.
+SERIAL_SUITES = $(shell grep -rl --include='test_*.py' 'mark\.serial' tests)
 
 .PHONY: help setup proto fmt check fast lint types layers budget fresh regenerate test without-kernels chaos soak stress mutants handoff-states demo bench gpu-test clean
 
@@ -108,7 +110,7 @@ regenerate: $(SETUP)
 # In `make check test` each unit test runs once: `check` runs the fast ones, `test` the slow ones.
 test: regenerate  ## everything that needs no GPU (13 minutes after check on 2 cores, goal 9)
 	@$(PYTEST) $(WITH_CLUSTERS) -m "not chaos and not serial" $(if $(filter check,$(MAKECMDGOALS)),--after-check) --sample --durations 30 --durations-min 4
-	@$(PYTEST) -m "serial and not chaos" $(NONE_IS_FINE)
+	@$(PYTEST) -m "serial and not chaos" $(SERIAL_SUITES) $(NONE_IS_FINE)
 	@if $(COMPILED_KERNELS_HERE); then $(MAKE) --no-print-directory without-kernels; \
 		else echo "without-kernels: no compiled kernels here (reason above), so all suites ran without them"; fi
 

@@ -4,6 +4,7 @@ A test's time limit is 300 s (`timeout` in pyproject.toml); it only ends tests t
 raises it for one test. `tests/support/time_factor.py` scales both on slow machines.
 """
 
+import gc
 import os
 import random
 import signal
@@ -20,6 +21,7 @@ CI_SEED = 20_240_229  # fixed: a merge must not fail because of another run's in
 MACHINES = [hypothesis.HealthCheck.too_slow]  # drawing inputs is slow on slow machines
 hypothesis.settings.register_profile("baton", deadline=None, print_blob=True, suppress_health_check=MACHINES)
 hypothesis.settings.load_profile("baton")
+gc.disable()  # until all is collected: modules and tests are no garbage
 
 
 def run_seed() -> int:
@@ -40,6 +42,20 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.hypothesis_seed = str(run_seed())
     if not hasattr(config, "workerinput"):  # xdist's workers print nothing
         config.pluginmanager.register(Failures(config))
+
+
+def pytest_ignore_collect(collection_path, config: pytest.Config) -> bool | None:
+    """Import no file without slow tests under `--after-check`, which leaves out all of its tests."""
+    name = os.path.relpath(collection_path, config.rootpath)
+    checked = config.getoption("after_check") and name.startswith(CHECKED) and "/test_" in name
+    return True if checked and "mark.slow" not in collection_path.read_text() else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Let collections of garbage skip what exists before the first test."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

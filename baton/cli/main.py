@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 
 from baton.cli.exit_codes import exit_code
+from baton.cli.importing import uncollected
 from baton.errors import BatonError, ConfigError
 
 
 def main() -> None:
     """Run the command line. A `BatonError` becomes one message on stderr and an exit code, never a traceback."""
     try:
-        from baton.cli.app import app
+        with uncollected():
+            from baton.cli.app import app
 
         app()
     except BatonError as error:

@@ -67,11 +67,12 @@ class _Model:
 
     def engine(self, settings: WorkerSettings) -> Engine:
         """Build a new engine. Loads the weights again only if the settings require it; raises the errors of loading."""
-        free_memory()
         use_threads(settings)
-        if self._loaded is not None and (why := reasons_to_load(self._loaded[0], settings)):
-            log.info("model_loads_anew", worker=settings.worker_id, reasons=why)
-            self.close()
+        if self._loaded is not None:
+            if why := reasons_to_load(self._loaded[0], settings):
+                log.info("model_loads_anew", worker=settings.worker_id, reasons=why)
+                self.close()
+            free_memory()
         if self._loaded is None:
             self._loaded = settings, load_backend(settings)
         backend = self._loaded[1]
@@ -82,7 +83,6 @@ class _Model:
         if self._loaded is not None:
             self._loaded[1].close()
             self._loaded = None
-            free_memory()
 
 
 def reasons_to_load(before: WorkerSettings, after: WorkerSettings) -> list[str]:

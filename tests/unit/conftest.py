@@ -8,18 +8,8 @@ from baton.metrics import MetricsServer
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
-    """Give each test process one thread, before any other fixture computes. The fixture `threads` sets more."""
+    """Give each test process one thread, before any other fixture computes. Single tests set more."""
     torch.set_num_threads(1)
-
-
-# Two threads wait for each other at each layer. During other tests that takes a hundred times as long.
-@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.serial)], ids=["one thread", "two threads"])
-def threads(request):
-    """Set torch's number of threads and return it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from baton import __version__
+from baton.cli.importing import uncollected
 from baton.cli.setup.config import effective
 from baton.clock import SystemClock
 from baton.cluster.backend_process import die_with_parent, report_ready
@@ -57,8 +58,11 @@ def run_role(role: Role, file: Path, sets: Sequence[str], worker_id: str, log_fi
     config = _prepare(file, sets, log_file, worker_id, role)
     if role not in config.bounds:
         raise ConfigError(f"mode: {config.mode} has no {role.value} workers; start one of the other role")
-    from baton.worker.process import run_worker_process
-    from baton.worker.settings import of_both_roles
+    with uncollected():
+        from baton.worker.process import run_worker_process
+        from baton.worker.settings import of_both_roles
+
+        factories = role_factories()
 
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -72,7 +76,7 @@ def run_role(role: Role, file: Path, sets: Sequence[str], worker_id: str, log_fi
         reported.set()
         report_ready({"worker": str(ref), "address": ref.address, "pid": os.getpid()})
 
-    run_worker_process(of_both_roles(config, worker_id, role), role_factories(), role, stop, ready)
+    run_worker_process(of_both_roles(config, worker_id, role), factories, role, stop, ready)
 
 
 def role_factories() -> dict[Role, RoleFactory]:
@@ -92,12 +96,13 @@ def run_router(file: Path, sets: Sequence[str], log_file: Path | None, index: in
 
 
 async def _route(config: ClusterConfig, index: int) -> None:
-    from baton.ledger.control_state import ControlState
-    from baton.ledger.ownership import OwnershipStore
-    from baton.ledger.prefix_directory import PrefixReplica
-    from baton.ledger.registry import Ledger
-    from baton.tokenizer import load_tokenizer
-    from router.server import serve
+    with uncollected():
+        from baton.ledger.control_state import ControlState
+        from baton.ledger.ownership import OwnershipStore
+        from baton.ledger.prefix_directory import PrefixReplica
+        from baton.ledger.registry import Ledger
+        from baton.tokenizer import load_tokenizer
+        from router.server import serve
 
     ledger = await Ledger.connect(config.redis.url, f"baton:{config.name}", config.ledger.lease_s, SystemClock())
     tokenizer = load_tokenizer(config.model.path)

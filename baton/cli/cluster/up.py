@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from baton.cli.importing import uncollected
 from baton.cli.options import LOCAL, ClusterName, ConfigFile, Json, Sets
 from baton.core import Role
 
@@ -32,7 +33,8 @@ def up(config: ConfigFile = LOCAL, sets: Sets = None, detach: Detach = False, as
     from baton.cluster.signals import stop_on_signals
 
     stop = stop_on_signals()  # before the slow imports, so that signals count during them
-    from baton.cli.cluster import launch
+    with uncollected():
+        from baton.cli.cluster import launch
 
     launch.up(config, sets or [], stop, detach=detach, as_json=as_json)
 
@@ -46,7 +48,8 @@ def pull(model: str) -> None:
 
 def down(name: ClusterName = None) -> None:
     """Stop a running cluster and wait until all of its processes are gone."""
-    from baton.cli.cluster import launch
+    with uncollected():
+        from baton.cli.cluster import launch
 
     launch.down(name)
 

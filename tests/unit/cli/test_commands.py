@@ -59,10 +59,10 @@ def test_what_is_no_error_of_ours(raised, code, monkeypatch):
 
 
 HELP = """
-import sys
-from baton.cli.app import app
-app(["--help"], standalone_mode=False)
-print([name for name in sys.argv[1:] if name in sys.modules])
+import atexit, gc, sys; from baton.cli.main import main
+heavy, sys.argv = sys.argv[1:], ["baton", "--help"]
+atexit.register(lambda: print([n for n in heavy if n in sys.modules], gc.isenabled(), gc.get_freeze_count() > 0))
+main()
 """
 
 
@@ -70,7 +70,7 @@ def test_help_needs_none_of_the_heavy_libraries():
     heavy = ("torch", "ray", "grpc", "redis", "pydantic", "google.protobuf", "structlog")
     done = subprocess.run([sys.executable, "-c", HELP, *heavy], capture_output=True, text=True, check=True)
     assert "doctor" in done.stdout
-    assert done.stdout.splitlines()[-1] == "[]"
+    assert done.stdout.splitlines()[-1] == "[] True True", "heavy ones; collections again; imports frozen"
 
 
 # --- up, demo and down

@@ -25,12 +25,7 @@ pytestmark = pytest.mark.slow
 CAPABILITIES = (80, 90, 100, 120)
 HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
 SPILLED_BYTES, REGISTERS = 128, 65536  # of a thread, of a processor
-SHARED_BYTES = {
-    80: 99 << 10,
-    90: 227 << 10,
-    100: 227 << 10,
-    120: 99 << 10,
-}  # of a block; 8.6 and 8.9 have less than 8.0
+SHARED_BYTES = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}  # of a block; 8.6, 8.9: less than 8.0
 FLOATS = {"scale", "unified", "safe", "eps"}
 INDICES = {"tiles": "*i32", "tables": "*i32", "starts": "*i32", "lengths": "*i32", "slots": "*i64"}
 INDICES |= {"tokens": "*i64"} | dict.fromkeys(("parameters", "places", "noisy_places", "edges"), "*i32")
@@ -152,6 +147,7 @@ def test_sampling(capability: int, tmp_path: Path):
     assert "div.rn.f32" in edge.asm["ptx"], "distances must be rounded as on a CPU"
 
 
+@pytest.mark.sample(1)  # `make chaos` runs all cases of its matrices
 def test_each_kernel_equals_its_torch_reference(seed, request):
     """Runs tests/unit/gpu/kernels under Triton's interpreter in a separate process, because it is chosen at import."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore"]

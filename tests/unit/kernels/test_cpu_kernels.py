@@ -19,13 +19,16 @@ from tests.support.paged_attention import batch_over, paged
 DTYPES = list(ELEMENTS)
 BLOCK = 16
 
-# All on one thread and on two. Single kernels are short enough to run on two threads during other tests.
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.usefixtures("threads"),
-    pytest.mark.parametrize("threads", [1, 2], ids=["one thread", "two threads"], indirect=True),
-]
+pytestmark = pytest.mark.slow
 FLAT, TALL = Choice(1 << 20, tall=True), Choice(0, tall=True)
+
+
+# All on one thread and on two. Single kernels are short enough to run on two threads during other tests.
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"], autouse=True)
+def threads(request):
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module", params=DTYPES, ids=str)

@@ -9,6 +9,7 @@ from baton.engine.kernels.gpu.triton_attention import Pieces, decode_attention, 
 from benchmarks.lib.device import CASES, Case, attention_error
 from tests.support.paged_attention import paged
 
+pytestmark = pytest.mark.sample(4)
 TILES = Tiles(16, 16, 1, 1)
 
 

@@ -13,6 +13,7 @@ from baton.engine.kernels.gpu.ops import GpuKernels
 from benchmarks.lib.device import on_device
 from tests.support.paged_attention import paged
 
+pytestmark = pytest.mark.sample(1)
 HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
 BLOCKS = (8, 16, 32, 64, 128, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,7 +50,6 @@ def cases_of(fold):
 FOLDS = list(product(range(len(HEAD_SIZES)), range(len(BLOCKS))))
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("fold", FOLDS, ids=str)
 def test_head_sizes_blocks_groups_and_dtypes(fold, device, seed):
     rng = random.Random(f"{seed} {fold}")

@@ -1,21 +1,11 @@
 """Channels over every transport, for tests of the contract."""
 
-import gc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.unit.kvtransfer.transports.pairs import Pairs, two
-
-
-@pytest.fixture
-def collected() -> Iterator[None]:
-    """Collect garbage of other tests, which may hold descriptors, and freeze the rest: later collections are quick."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

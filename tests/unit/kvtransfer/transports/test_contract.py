@@ -118,11 +118,10 @@ def nothing_stays(before: tuple[int, int]) -> Iterator[None]:
 @pytest.mark.sample(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("side", list(Side))
-@pytest.mark.usefixtures("collected")
 def test_without_another_end_none_opens_and_nothing_stays(pairs: Pairs, side: Side) -> None:
     pairs()[0].close()
     pairs.close()
-    gc.collect()
+    gc.collect()  # garbage of other tests may hold descriptors
     with nothing_stays(held()):
         started = time.monotonic()
         with pytest.raises(ChannelBroken) as kept:
@@ -148,7 +147,6 @@ def test_close_gives_back_threads_and_descriptors_and_can_be_repeated(pairs: Pai
 
 
 @pytest.mark.parametrize("waiting", [True, False])
-@pytest.mark.usefixtures("collected")
 def test_a_kept_error_keeps_no_descriptor(pairs: Pairs, pool, waiting: bool) -> None:
     for end in pairs():
         end.close()
