@@ -114,7 +114,7 @@ test: regenerate  ## everything that needs no GPU (13 minutes after check on 2 c
 	@if $(COMPILED_KERNELS_HERE); then $(MAKE) --no-print-directory without-kernels; \
 		else echo "without-kernels: no compiled kernels here (reason above), so all suites ran without them"; fi
 
-without-kernels: $(SETUP)  ## suites that depend on the kernels, as on a processor without AVX-512
+without-kernels: $(SETUP)  ## suites that depend on the kernels, as on a processor without AVX2
 	@BATON_CPU_LEVEL=none $(PYTEST) $(PARALLEL) -m "not chaos and not serial" --sample $(KERNEL_SUITES)
 
 chaos: $(SETUP)  ## the whole fault matrices, all cases of which `make test` runs a share

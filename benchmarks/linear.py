@@ -2,6 +2,7 @@
 
     python benchmarks/linear.py --quick       one shape, in about a minute
     python benchmarks/linear.py               the shapes of the 1.1 B model, and Inductor's templates (minutes)
+    python benchmarks/linear.py --level avx2,avx512   the compiled kernels at these levels of instructions
 
 Each candidate reads uncached weights, because copies of one weight take turns. Candidates alternate, and medians count.
 The last line of stdout is one JSON object: bytes per second at one row as shares of the memory's limit, and the speed
@@ -27,7 +28,7 @@ from torch._dynamo import config as dynamo
 from torch._inductor import config as inductor
 from torch.nn.functional import linear
 
-from baton.engine.kernels.cpu.compiler import Unavailable
+from baton.engine.kernels.cpu.compiler import LEVEL_VARIABLE, Unavailable
 from baton.engine.kernels.cpu.kernel_choice import Choice, Profile
 from baton.engine.kernels.cpu.ops import CpuKernels
 from baton.engine.memory.huge_pages import Arena
@@ -46,7 +47,7 @@ COLD_BYTES = 400 << 20
 COMPILED, PLAIN = "compiled kernel, huge pages", "F.linear"
 
 
-def candidates(width: int, k: int, *, templates: bool) -> dict[str, list[Product]]:
+def candidates(width: int, k: int, levels: Sequence[str], *, templates: bool) -> dict[str, list[Product]]:
     """Return for each way one product per copy of a weight [width, K]."""
     count = max(2, COLD_BYTES // (2 * width * k))
     weights = torch.randn(width, k).to(torch.bfloat16).repeat(count, 1, 1)
@@ -58,13 +59,17 @@ def candidates(width: int, k: int, *, templates: bool) -> dict[str, list[Product
     }
     if templates:
         found["Inductor, max-autotune"] = _inductor(weights)
-    try:
-        kernels = CpuKernels(torch.bfloat16, Profile(static=Choice(1 << 30, tall=True)))
-    except Unavailable as why:
-        print(f"no compiled kernel here: {why}")
-        return found
-    for name, where in (("compiled kernel", weights), (COMPILED, huge)):
-        found[name] = [partial(_into, kernels.linear(weight), width) for weight in where]
+    for level in levels:
+        os.environ[LEVEL_VARIABLE] = level
+        try:
+            kernels = CpuKernels(torch.bfloat16, Profile(static=Choice(1 << 30, tall=True)))
+        except Unavailable as why:
+            print(f"no compiled kernel here: {why}")
+            continue
+        for name, where in (("compiled kernel", weights), (COMPILED, huge)):
+            found[name if level == levels[0] else f"{name}, {level}"] = [
+                partial(_into, kernels.linear(weight), width) for weight in where
+            ]
     return found
 
 
@@ -114,14 +119,16 @@ def measure(
     return {name: statistics.median(taken) for name, taken in seconds.items()}, statistics.median(limits)
 
 
-def run(shapes: Sequence[tuple[int, int]], threads: int, *, templates: bool, rounds: int) -> dict[str, float | None]:
+def run(
+    shapes: Sequence[tuple[int, int]], threads: int, levels: Sequence[str], *, templates: bool, rounds: int
+) -> dict[str, float | None]:
     """Print one table and return the ratios."""
     torch.set_num_threads(threads)
     home = Path(os.environ.get("BATON_HOME") or Path.home() / ".baton").expanduser()
     reader = Reader(COLD_BYTES, threads, home / "bench")
     rows, shares, gains = list[list[str]](), list[dict[str, float]](), list[float]()
     for width, k in shapes:
-        ways = candidates(width, k, templates=templates)
+        ways = candidates(width, k, levels, templates=templates)
         for n in ROWS:
             (seconds, limit), size = measure(ways, reader, n, k, rounds), 2 * width * k
             for name, s in seconds.items():
@@ -144,12 +151,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one shape, without Inductor")
     parser.add_argument("--threads", default="1,2", help="numbers of threads, such as 1,2")
+    parser.add_argument("--level", default="native", help="levels of the compiled kernels, such as avx512-bf16,avx2")
     args = parser.parse_args()
     print(*(f"{name}: {value}" for name, value in machine().items()), sep="\n")
     shapes, rounds = (SHAPES[:1], 5) if args.quick else (SHAPES, 9)
     with torch.inference_mode():
         ratios = {
-            f"{threads} threads": run(shapes, int(threads), templates=not args.quick, rounds=rounds)
+            f"{threads} threads": run(
+                shapes, int(threads), args.level.split(","), templates=not args.quick, rounds=rounds
+            )
             for threads in args.threads.split(",")
         }
     print(json.dumps({"benchmark": "linear", "ratios": ratios}))

@@ -17,6 +17,7 @@ from baton.cli.requests.generate import generate
 from baton.cli.setup.certs import certs
 from baton.cli.setup.config import config_app
 from baton.cli.setup.doctor import doctor
+from baton.cli.setup.quantize import quantize
 from baton.cli.sizing.commands import plan, profile
 
 app = typer.Typer(
@@ -27,7 +28,20 @@ app = typer.Typer(
     add_completion=False,
 )
 COMMANDS: list[Callable[..., None]] = [controller, up, pull, down, status, scale, drain, restart, logs, top, trace]
-COMMANDS += [generate, chat, certs, demo, doctor, prefill_worker, decode_worker, router, gateway, profile, plan]
+COMMANDS += [
+    generate,
+    chat,
+    certs,
+    demo,
+    doctor,
+    prefill_worker,
+    decode_worker,
+    router,
+    gateway,
+    profile,
+    plan,
+    quantize,
+]
 for command in COMMANDS:  # in the order in which `--help` lists them
     app.command()(command)
 app.add_typer(config_app, name="config")

@@ -256,6 +256,9 @@ class ModelConfig(Section):
         json_schema_extra={"anyOf": [{"not": {"pattern": "^hf:"}}, {"pattern": f"^{HUB_NAME.pattern}$"}]},
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(default="auto", description="auto means the checkpoint's")
+    quantize: Literal["none", "int8", "int4"] = Field(
+        default="none", description="round the weights of linear layers to 8 or 4 bits while loading"
+    )
     max_model_len: PositiveInt | Auto = Field(
         default="auto", description="maximum length of prompt and answer; auto means the limit by model and kv_memory"
     )

@@ -220,6 +220,7 @@ def load_backend(settings: WorkerSettings) -> ModelBackend:
         max_model_len=None if settings.max_model_len == "auto" else settings.max_model_len,
         progress=loading,
         attention_splits=settings.attention_splits,
+        quantize=settings.quantize,
     )
     loading.finish(backend)
     return backend
@@ -296,7 +297,7 @@ def passes_path(settings: WorkerSettings) -> Path:
         here = machine().model, *sorted(machine().flags), f"{threads} threads"
     else:
         here = (torch.cuda.get_device_properties(torch.device(device)).name,)
-    facts = (model / "config.json").read_text(), settings.dtype, f"{settings.tensor_parallel} ranks"
+    facts = (model / "config.json").read_text(), settings.dtype, settings.quantize, f"{settings.tensor_parallel} ranks"
     return state_folder() / "profile" / f"{fingerprint((*facts, torch.__version__, *here))}-passes.json"
 
 

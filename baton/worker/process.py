@@ -39,7 +39,7 @@ from baton.worker.role import Factories, RoleFactory
 from baton.worker.settings import WorkerSettings, of_both_roles
 
 log = structlog.get_logger(__name__)
-_LOADED = ("device", "dtype", "threads", "tensor_parallel", "attention_splits", "thinking_prefill")
+_LOADED = ("device", "dtype", "quantize", "threads", "tensor_parallel", "attention_splits", "thinking_prefill")
 _LOADED_OF = attrgetter(*_LOADED)
 
 

@@ -24,6 +24,7 @@ class WorkerSettings:
     model_name: str
     model_path: str
     dtype: str
+    quantize: Literal["none", "int8", "int4"]
     device: str
     tensor_parallel: int
     threads: int | None
@@ -72,6 +73,7 @@ def from_config(config: ClusterConfig, role: Role, worker_id: str, begins: Role 
         model_name=config.model.name,
         model_path=config.model.path,
         dtype=config.model.dtype,
+        quantize=config.model.quantize,
         device=pool.device,
         tensor_parallel=pool.tensor_parallel,
         threads=None if pool.threads == "auto" else pool.threads,

@@ -13,6 +13,14 @@ def one_thread():
 
 
 @pytest.fixture
+def threads(request):
+    """Set torch's number of threads, and return it."""
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
 async def listen():
     """A function that serves metrics over HTTP. It returns a function that sends a request and returns the answer."""
     servers = []

@@ -273,13 +273,14 @@ def _kernels() -> Finding:
     from baton.engine.kernels.cpu.ops import ELEMENTS, CpuKernels
 
     try:
-        made = [CpuKernels(dtype, Profile()).element for dtype in ELEMENTS]
+        made = [CpuKernels(dtype, Profile()) for dtype in ELEMENTS]
     except ConfigError as wrong:
         return Finding("cpu kernels", BAD, str(wrong), f"unset {LEVEL_VARIABLE}")
     except Unavailable as why:
-        remedy = "gcc and a processor with AVX-512" if cpu_level() == "native" else f"unset {LEVEL_VARIABLE}"
+        remedy = "gcc and a processor with AVX2" if cpu_level() == "native" else f"unset {LEVEL_VARIABLE}"
         return Finding("cpu kernels", WARN, f"torch's, which are slower: {why}", remedy)
-    return Finding("cpu kernels", OK, f"compiled ({', '.join(made)}), {torch.get_num_threads()} threads")
+    elements = ", ".join(kernels.element for kernels in made)
+    return Finding("cpu kernels", OK, f"compiled for {made[0].level} ({elements}), {torch.get_num_threads()} threads")
 
 
 def _clock() -> Finding:

@@ -6,13 +6,14 @@ tensors that the caller owns (`out`), so that a forward in steady state allocate
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from baton.engine.batch import Batch
+from baton.engine.kernels.quantized import QuantizedWeight
 
 Splits = Literal["auto", "load", "load_bf16"]
 """How decode attention splits contexts. `auto` keeps all threads busy. `load` makes more splits for fewer sequences, as
@@ -93,6 +94,11 @@ class Kernels(Protocol):
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Return a layer with weight [width, K], which it may use without a copy, and bias [width]."""
+
+    def quantized(self, weight: QuantizedWeight, bias: Tensor | None, keep: Callable[[Tensor], Tensor]) -> Linear:
+        """Return a layer with a quantised weight. `keep` returns a tensor's copy in memory for weights. Kernels without
+        such a product widen the weight to the model's dtype.
+        """
 
     def rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> Tensor:
         """Add `delta`, unless it is None, to x in place. Then write weight * x / sqrt(mean(x^2) + eps) over the last

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from baton.engine.batch import Batch
 from baton.engine.kernels.base import Attention, Grouped, HeadNorms, Linear, Rotation
+from baton.engine.kernels.quantized import QuantizedWeight
 from baton.engine.kernels.torch_attention import PagedAttention, SteadyAttention
 
 ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -50,6 +51,9 @@ class TorchKernels:
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> TorchLinear:
         return TorchLinear(weight, bias)
+
+    def quantized(self, weight: QuantizedWeight, bias: Tensor | None, keep: Callable[[Tensor], Tensor]) -> TorchLinear:
+        return TorchLinear(keep(weight.widened()), bias)
 
     def rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> Tensor:
         if delta is not None:

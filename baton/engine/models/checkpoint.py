@@ -20,6 +20,7 @@ from baton.clock import SystemClock
 from baton.engine.memory.huge_pages import Arena, drop_pages
 from baton.engine.models.config import REFUSED, quantised_as
 from baton.engine.models.json_fields import Fields, read_json_object
+from baton.engine.models.stored_quantisation import INTEGERS
 from baton.engine.models.uploads import CudaLane, Uploads
 from baton.errors import CheckpointError
 
@@ -73,10 +74,12 @@ def _no_weights(folder: Path) -> CheckpointError:
 class Checkpoint:
     """The tensors of a checkpoint by name. A model takes each tensor once, then calls `finish`. Files stay mapped until
     `finish`. All methods raise CheckpointError with the file or the tensor; the constructor also raises it for
-    quantised weights. `progress` is called at the start and after each tensor.
+    weights that are quantised, unless `quantised`. `progress` is called at the start and after each tensor.
     """
 
-    def __init__(self, folder: Path, progress: Progress | None = None, *, digests: bool = True) -> None:
+    def __init__(
+        self, folder: Path, progress: Progress | None = None, *, digests: bool = True, quantised: bool = False
+    ) -> None:
         self.folder, self._progress, self._with_digests = folder, progress, digests
         self._clock = SystemClock()
         self._began = self._clock.monotonic()
@@ -89,7 +92,7 @@ class Checkpoint:
         self._bytes_total = sum(file.stat().st_size for file in files)
         for file in files:
             self._list(file)
-        if found := quantised_as(self._dtypes):
+        if not quantised and (found := quantised_as(self._dtypes)):
             name, method = found
             raise CheckpointError(f"{self._files[name]}: {name} ({self._dtypes[name]}) is {method}: {REFUSED}")
         self._report()
@@ -101,7 +104,7 @@ class Checkpoint:
         self._file(name)
         return FLOATS.get(self._dtypes[name], "unknown")
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def take(self, name: str, shape: tuple[int, ...], *, integers: bool = False) -> Tensor:
         """Return a stored tensor of this shape: a read-only view of the file, to be copied, then released."""
         file = self._file(name)
         try:
@@ -110,8 +113,9 @@ class Checkpoint:
             raise CheckpointError(f"{file}: {name} cannot be read: {error}") from error
         if tensor.shape != shape:
             raise CheckpointError(f"{file}: {name} has shape {list(tensor.shape)}, expected {list(shape)}")
-        if self._dtypes[name] not in FLOATS:
-            raise CheckpointError(f"{file}: {name} has dtype {tensor.dtype}, expected a float type")
+        if self._dtypes[name] not in (INTEGERS if integers else FLOATS):
+            expected = "an integer type" if integers else "a float type"
+            raise CheckpointError(f"{file}: {name} has dtype {tensor.dtype}, expected {expected}")
         self._digests[name] = _digest(tensor) if self._with_digests else ""
         return tensor
 
@@ -205,10 +209,23 @@ class Weights:
             self._fill_parts(matrix, parts, outs)
         return place
 
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor of any dtype in memory for weights."""
+        if self.device.type != "cpu":
+            return tensor.to(self.device, copy=True)
+        return self._arena.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor)
+
     def float32(self, name: str, *shape: int) -> Tensor:
         place = torch.empty(shape, dtype=torch.float32, device=self.device)
         self._fill(place, name)
         return place
+
+    def integers(self, name: str, *shape: int) -> Tensor:
+        """Return a copy of an integer tensor in its own dtype, on the CPU."""
+        stored = self.checkpoint.take(name, shape, integers=True)
+        copied = stored.clone()
+        self.checkpoint.release(stored)
+        return copied
 
     def _fill_parts(self, place: Tensor, names: tuple[str, ...], outs: tuple[int, ...]) -> None:
         for name, part in zip(names, torch.split(place, list(outs)), strict=True):

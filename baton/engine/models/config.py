@@ -7,13 +7,14 @@ never ignored. Quantised checkpoints are detected from their config or tensors a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from baton.engine.models import config_variants
 from baton.engine.models.json_fields import Fields, read_json_object
 from baton.engine.models.rope import RopeConfig, parse_rope
+from baton.engine.models.stored_quantisation import StoredScheme, stored_scheme
 from baton.errors import CheckpointError
 
 REFUSED = "quantised weights are not supported; use the original checkpoint in float32, bfloat16 or float16"
@@ -130,6 +131,7 @@ class ModelConfig:
     experts: config_variants.ExpertsConfig | None = None
     latent: config_variants.LatentConfig | None = None
     thinking: config_variants.ThinkingConfig | None = None
+    quantised: StoredScheme | None = field(default=None, repr=False)  # fingerprints have the tensors themselves
     unread_layers: int = 0  # layers for multi-token prediction, which a checkpoint may have beyond `layers`
 
     @property
@@ -145,7 +147,9 @@ def read_config(folder: Path) -> ModelConfig:
 
 def parse_config(fields: Fields) -> ModelConfig:
     """Return the checked config. Raises CheckpointError with the key."""
-    refuse_quantised(fields)
+    quantised = stored_scheme(fields)
+    if quantised is None:
+        refuse_quantised(fields)
     name = _family_name(fields)
     family = FAMILIES[name]
     heads = fields.integer("num_attention_heads", high=2**16)
@@ -179,6 +183,7 @@ def parse_config(fields: Fields) -> ModelConfig:
         latent=latent,
         thinking=config_variants.parse_thinking(fields, name, layers),
         unread_layers=unread,
+        quantised=quantised,
     )
 
 

@@ -12,7 +12,7 @@ distinguishes sequences. `Weights` supplies each tensor and checks its name and 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -20,10 +20,12 @@ from torch import Tensor
 
 from baton.engine.batch import Batch, Injection
 from baton.engine.kernels.base import Attention, HeadNorms, Kernels, Linear, Rotation, Scratch
+from baton.engine.kernels.quantized import SCHEMES, Quantize, quantize
 from baton.engine.kv_cache import KVCache
 from baton.engine.models.checkpoint import Weights
 from baton.engine.models.config import ACTIVATIONS, ModelConfig
 from baton.engine.models.rope import Rotary
+from baton.engine.models.stored_quantisation import SCALE, StoredScheme, read_layer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,16 +46,31 @@ class Parts:
 
     weights: Weights
     kernels: Kernels
+    quantize: Quantize = field(default="none", kw_only=True)
+    stored: StoredScheme | None = field(default=None, kw_only=True)  # of a quantised checkpoint
 
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
         return RMSNorm(self.kernels, self.weights.tensor(f"{name}.weight", size), eps)
 
     def linear(self, names: tuple[str, ...], outs: tuple[int, ...], n_in: int, *, bias: bool) -> Linear:
         """Return several projections of one input as one layer, with outputs in the order of `names`."""
-        weight = self.columns(names, outs, n_in)
-        if not bias:
-            return self.kernels.linear(weight)
-        return self.kernels.linear(weight, self.weights.joined(tuple(f"{name}.bias" for name in names), outs))
+        extra = self.weights.joined(tuple(f"{name}.bias" for name in names), outs) if bias else None
+        if self._are_stored(names):
+            return self._read(names, outs, n_in, extra)
+        return self.layer(self.columns(names, outs, n_in), extra)
+
+    def _are_stored(self, names: tuple[str, ...]) -> bool:
+        return self.stored is not None and all(f"{name}.{SCALE}" in self.weights.checkpoint for name in names)
+
+    def _read(self, names: tuple[str, ...], outs: tuple[int, ...], n_in: int, bias: Tensor | None) -> Linear:
+        assert self.stored is not None
+        return self.kernels.quantized(read_layer(self.weights, names, outs, n_in, self.stored), bias, self.weights.keep)
+
+    def layer(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Return the product with a weight [width, K], quantised if the model is."""
+        if self.quantize == "none":
+            return self.kernels.linear(weight, bias)
+        return self.kernels.quantized(quantize(weight, SCHEMES[self.quantize]), bias, self.weights.keep)
 
     def columns(self, names: tuple[str, ...], outs: tuple[int, ...], n_in: int) -> Tensor:
         """Return the weight [sum(outs), n_in] of `linear`. A tensor-parallel rank holds its share of the rows."""
@@ -69,7 +86,9 @@ class Parts:
         return self.linear((name,), (out,), n_in, bias=bias)
 
     def head(self, embed: Tensor, *, tied: bool) -> Linear:
-        return self.kernels.linear(embed if tied else self.weights.tensor("lm_head.weight", *embed.shape))
+        if not tied and self._are_stored(("lm_head",)):
+            return self._read(("lm_head",), (len(embed),), embed.shape[1], None)
+        return self.layer(embed if tied else self.weights.tensor("lm_head.weight", *embed.shape))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

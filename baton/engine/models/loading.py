@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from baton.core import KVLayout
 from baton.engine.batch import Batch
 from baton.engine.determinism.shapes import SHORT
 from baton.engine.kernels.base import Kernels, Splits
+from baton.engine.kernels.quantized import Quantize
 from baton.engine.kernels.select import block_copy, choose_kernels
 from baton.engine.kv_cache import DTYPES, KVCache, exposed_memory
 from baton.engine.models.checkpoint import Checkpoint, Progress, Weights
@@ -93,11 +94,12 @@ def load_model(  # noqa: PLR0913  (all but one have a default)
     split: Split | None = None,
     attention_splits: Splits = "auto",
     thinking: Mode = "auto",
+    quantize: Quantize = "none",
 ) -> TransformerBackend:
     """Load a Hugging Face checkpoint. `split` loads one rank's part, with layout and fingerprint of the whole model.
-    `dtype` auto means the checkpoint's dtype, or float32 for float16. `max_model_len` None means
-    max_position_embeddings. Raises CheckpointError with the file, key or tensor if the folder cannot be served, and
-    ConfigError if `dtype` or `max_model_len` is invalid.
+    `dtype` auto means the checkpoint's dtype, or float32 for float16. `quantize` rounds the weights of linear layers.
+    `max_model_len` None means max_position_embeddings. Raises CheckpointError with the file, key or tensor if the
+    folder cannot be served, and ConfigError if `dtype` or `max_model_len` is invalid.
     """
     if dtype not in DTYPE_CHOICES:
         raise ConfigError(f"model.dtype must be one of {', '.join(DTYPE_CHOICES)}, got {dtype!r}")
@@ -105,8 +107,10 @@ def load_model(  # noqa: PLR0913  (all but one have a default)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
     config = read_config(folder)
+    _check_split(config, split)
     length = _max_model_len(config, max_model_len)
-    checkpoint = Checkpoint(folder, progress, digests=split is None or split.names_the_model)
+    named = split is None or split.names_the_model
+    checkpoint = Checkpoint(folder, progress, digests=named, quantised=config.quantised is not None)
     dtype = chosen_dtype(config, dtype, checkpoint.stored_dtype("model.embed_tokens.weight"))
     device = torch.device(device)
     kernels = choose_kernels(device, DTYPES[dtype], attention_splits)
@@ -114,12 +118,10 @@ def load_model(  # noqa: PLR0913  (all but one have a default)
         part, parts = config, Parts(Weights(checkpoint, DTYPES[dtype], device), kernels)
     else:
         part, parts = split.config(config), split.parts(checkpoint, DTYPES[dtype], device, kernels)
-    if config.thinking is not None and split is not None:
-        raise ConfigError("tensor_parallel must be 1 for a model with thinking states")
+    parts = replace(parts, quantize=quantize, stored=config.quantised)
     model, thinker = _with_weights(part, parts, thinking)
     layout = KVLayout(config.layers, config.kv_heads, config.head_dim, block_size, dtype, config.kv_tensors)
-    unread = tuple(f"model.layers.{config.layers + i}." for i in range(config.unread_layers))
-    name = fingerprint((checkpoint.finish(unread), dtype, layout.wire, repr(config)))
+    name = _fingerprint(checkpoint, config, layout, quantize)
     return TransformerBackend(
         name=folder.resolve().name,
         layout=layout,
@@ -131,6 +133,23 @@ def load_model(  # noqa: PLR0913  (all but one have a default)
         nondeterminism=_nondeterminism(config),
         thinker=thinker,
     )
+
+
+def _check_split(config: ModelConfig, split: Split | None) -> None:
+    if config.thinking is not None and split is not None:
+        raise ConfigError("tensor_parallel must be 1 for a model with thinking states")
+    if config.quantised is None:
+        return
+    if split is not None:
+        raise ConfigError("tensor_parallel must be 1 for a quantised checkpoint")
+    if config.experts is not None or config.latent is not None:
+        raise CheckpointError(f"quantised weights of {config.family} are not supported; use model.quantize with others")
+
+
+def _fingerprint(checkpoint: Checkpoint, config: ModelConfig, layout: KVLayout, quantize: Quantize) -> str:
+    unread = tuple(f"model.layers.{config.layers + i}." for i in range(config.unread_layers))
+    rounded = () if quantize == "none" else (quantize,)
+    return fingerprint((checkpoint.finish(unread), layout.dtype, layout.wire, repr(config), *rounded))
 
 
 def _with_weights(config: ModelConfig, parts: Parts, thinking: Mode) -> tuple[Llama, Thinker | None]:

@@ -112,9 +112,9 @@ class Experts:
     def __init__(self, config: ModelConfig, experts: ExpertsConfig, parts: Parts, name: str) -> None:
         gate_up, down = _stacked(config, experts, parts, name)
         pairs = zip(gate_up, down, strict=True)
-        self.members = [Expert(parts.kernels.linear(first), parts.kernels.linear(second)) for first, second in pairs]
+        self.members = [Expert(parts.layer(first), parts.layer(second)) for first, second in pairs]
         self.by_row = _by_row(self.members, parts.kernels)
-        self.grouped = _grouped(gate_up, down, parts.kernels)
+        self.grouped = _grouped(gate_up, down, parts.kernels) if parts.quantize == "none" else None
         self.kernels, self.activation = parts.kernels, ACTIVATIONS[config.activation]
 
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor, step: Step) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 
 from baton.engine.batch import Batch
 from baton.engine.kernels.base import Splits
+from baton.engine.kernels.quantized import Quantize
 from baton.engine.kernels.select import block_copy
 from baton.engine.kv_cache import KVCache
 from baton.engine.models.checkpoint import Progress
@@ -162,7 +163,7 @@ class Ranking:
     timeout_s: float = TIMEOUT_S  # a rank is lost after this time of silence
 
 
-def load_sharded(
+def load_sharded(  # noqa: PLR0913  (all but two have a default)
     path: Path | str,
     ranking: Ranking,
     *,
@@ -172,6 +173,7 @@ def load_sharded(
     max_model_len: int | None = None,
     progress: Progress | None = None,
     attention_splits: Splits = "auto",
+    quantize: Quantize = "none",
 ) -> ShardedBackend:
     """Load a checkpoint onto ranks: this process and `size - 1` new ones, which are killed with the calling thread.
     Raises like `load_model`; ConfigError with `key` if the model cannot be divided; RankLost if a rank does not start.
@@ -201,6 +203,7 @@ def load_sharded(
             timeout_s=ranking.timeout_s,
             memory=_memory(SharedExchange.nbytes(size, capacity)) if cpu and shared else -1,
             splits=attention_splits,
+            quantize=quantize,
         )
         return _start(plan, progress)
 

@@ -33,6 +33,7 @@ from torch._C._distributed_c10d import (
 )
 
 from baton.engine.kernels.base import Splits
+from baton.engine.kernels.quantized import Quantize
 from baton.errors import RankLost
 
 Gloo: TypeAlias = "dist.ProcessGroupGloo"  # some builds of torch do not have it
@@ -209,6 +210,7 @@ class TpLayout:
     timeout_s: float  # limit of a rank's silence in a forward
     memory: int = -1
     splits: Splits = "auto"
+    quantize: Quantize = "none"
 
     def device_of(self, rank: int, viewer: int) -> torch.device:
         """Return the CPU, or the GPU of `rank` as it is named in the process of `viewer`. Rank 0 sees the GPUs of all

@@ -105,6 +105,7 @@ def load_rank(plan: TpLayout, ranks: Ranks, progress: Progress | None = None) ->
         progress=progress,
         split=Split(plan, ranks),
         attention_splits=plan.splits,
+        quantize=plan.quantize,
     )
 
 

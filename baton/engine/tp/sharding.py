@@ -149,14 +149,14 @@ class ShardedParts(Parts):
     def summed(self, name: str, out: int, n_in: int, *, bias: bool) -> Linear:
         weight = self.weights.columns(f"{name}.weight", out, n_in)
         added = self.weights.tensor(f"{name}.bias", out) if bias else None
-        return Summed(self.kernels.linear(weight, added if self.exchange.rank == 0 else None), self.exchange)
+        return Summed(self.layer(weight, added if self.exchange.rank == 0 else None), self.exchange)
 
     def head(self, embed: Tensor, *, tied: bool) -> Linear:
         vocab, n_in = embed.shape
         ends = [vocab * rank // self.exchange.size for rank in range(self.exchange.size + 1)]
         own = range(*ends[self.exchange.rank :][:2])
         weight = embed[own.start : own.stop] if tied else self.weights.rows("lm_head.weight", (vocab, n_in), own)
-        return Gathered(self.kernels.linear(weight), ends, self.exchange)
+        return Gathered(self.layer(weight), ends, self.exchange)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

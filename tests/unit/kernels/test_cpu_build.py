@@ -26,12 +26,12 @@ def native(monkeypatch):
 
 @pytest.fixture
 def able(monkeypatch):
-    monkeypatch.setattr(compiler, "machine", lambda: Machine("x", frozenset(compiler.NEEDED["bf16"])))
+    monkeypatch.setattr(compiler, "machine", lambda: Machine("x", frozenset(compiler.AVX2)))
 
 
 def test_a_processor_without_the_instructions_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(compiler, "machine", lambda: Machine("Some CPU", frozenset({"avx512f", "avx2"})))
-    with pytest.raises(Unavailable, match=r"Some CPU.*avx512bw"):
+    monkeypatch.setattr(compiler, "machine", lambda: Machine("Some CPU", frozenset({"avx512f", "avx2", "f16c"})))
+    with pytest.raises(Unavailable, match=r"Some CPU.* has no fma$"):
         load_library("f32", tmp_path)
 
 
@@ -62,10 +62,11 @@ def test_the_level_none_makes_every_processor_one_without_kernels(monkeypatch, t
     assert isinstance(select.choose_kernels(torch.device("cpu"), torch.float32), TorchKernels)
 
 
-@pytest.mark.parametrize("value", ["avx512", "NONE", " none", "0"])
+@pytest.mark.parametrize("value", ["avx9", "NONE", " none", "0"])
 def test_a_level_that_is_not_known_is_refused_by_name(monkeypatch, tmp_path, value):
     monkeypatch.setenv("BATON_CPU_LEVEL", value)
-    with pytest.raises(ConfigError, match=rf"BATON_CPU_LEVEL \(environment\): must be native or none, got '{value}'"):
+    allowed = "native, none, avx2, avx-vnni, avx512, avx512-vnni, avx512-bf16"
+    with pytest.raises(ConfigError, match=rf"BATON_CPU_LEVEL \(environment\): must be one of {allowed}, got '{value}'"):
         load_library("f32", tmp_path)
 
 
@@ -74,6 +75,27 @@ def test_the_level_is_that_of_the_processor_unless_it_is_set(monkeypatch):
     for value in ("", "native"):
         monkeypatch.setenv("BATON_CPU_LEVEL", value)
         assert compiler.cpu_level() == "native"
+
+
+@pytest.mark.parametrize(
+    ("flags", "levels"),
+    [
+        (compiler.AVX2, ["avx2", "avx2", None, None]),
+        (compiler.AVX512, ["avx512", "avx2", "avx512", None]),
+        (compiler.LEVELS["avx-vnni"], ["avx-vnni", "avx2", None, None]),
+        (compiler.LEVELS["avx512-vnni"], ["avx512-vnni", "avx2", "avx512", None]),
+        (compiler.LEVELS["avx512-bf16"], ["avx512-bf16", "avx2", "avx512", "avx512-bf16"]),
+    ],
+)
+def test_the_best_level_is_chosen_and_a_lower_one_can_be_forced(monkeypatch, flags, levels):
+    monkeypatch.setattr(compiler, "machine", lambda: Machine("Some CPU", frozenset(flags)))
+    for asked, level in zip(("native", "avx2", "avx512", "avx512-bf16"), levels, strict=True):
+        monkeypatch.setenv("BATON_CPU_LEVEL", asked)
+        if level is not None:
+            assert compiler.chosen_level() == level
+            continue
+        with pytest.raises(Unavailable, match=r"Some CPU.* has no avx512"):
+            compiler.chosen_level()
 
 
 @pytest.mark.slow
@@ -165,12 +187,10 @@ def test_a_broken_file_means_the_defaults(tmp_path, text):
     assert load_profile(path) == Profile() == load_profile(tmp_path / "absent")
 
 
-def test_another_torch_dtype_or_thread_count_has_another_profile(tmp_path):
-    paths = {
-        kernel_choice.profile_path(*key, tmp_path)
-        for key in (("bf16", 1, "2"), ("f32", 1, "2"), ("bf16", 2, "2"), ("bf16", 1, "3"))
-    }
-    assert len(paths) == 4
+def test_another_torch_level_dtype_or_thread_count_has_another_profile(tmp_path):
+    other = ("f32", "avx2", 1, "2"), ("bf16", "avx512", 1, "2"), ("bf16", "avx2", 2, "2"), ("bf16", "avx2", 1, "3")
+    paths = {kernel_choice.profile_path(*key, tmp_path) for key in (("bf16", "avx2", 1, "2"), *other)}
+    assert len(paths) == 5
 
 
 @pytest.mark.parametrize("given", [None, "/var/cache/kernels"])

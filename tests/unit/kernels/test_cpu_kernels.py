@@ -14,26 +14,21 @@ from baton.engine.kernels.cpu.ops import ELEMENTS, CpuKernels
 from baton.engine.kernels.torch_attention import PagedAttention
 from baton.engine.kernels.torch_reference import TorchKernels, TorchLinear
 from tests.support.compiled_kernels import compiled_or_skip
+from tests.support.cpu_levels import on_levels
 from tests.support.paged_attention import batch_over, paged
 
 DTYPES = list(ELEMENTS)
 BLOCK = 16
 
-pytestmark = pytest.mark.slow
+pytestmark = on_levels("avx512-bf16", "avx512", "avx2")  # VNNI is for quantised weights only
 FLAT, TALL = Choice(1 << 20, tall=True), Choice(0, tall=True)
 
 
-# All on one thread and on two. Single kernels are short enough to run on two threads during other tests.
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"], autouse=True)
-def threads(request):
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module", params=DTYPES, ids=str)
-def kernels(request) -> CpuKernels:
-    return compiled_or_skip(lambda: CpuKernels(request.param, Profile(static=FLAT)))
+def kernels(request, level: str) -> CpuKernels:
+    made = compiled_or_skip(lambda: CpuKernels(request.param, Profile(static=FLAT)))
+    assert level in (made.level, "native")
+    return made
 
 
 @pytest.fixture

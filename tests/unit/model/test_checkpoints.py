@@ -225,7 +225,7 @@ QUANTISED_CONFIGS = [
     ({"quant_method": "gptq", "bits": 4}, "gptq"),
     ({"quant_method": "awq"}, "awq"),
     ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
-    ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
+    ({"quant_method": "quark"}, "quark"),
     ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
     ({"load_in_8bit": True}, "bitsandbytes"),
     ({"quant_method": "mxfp4"}, "mxfp4"),
@@ -251,8 +251,8 @@ QUANTISED_TENSORS = [
 ]
 
 
-@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
 @pytest.mark.parametrize(("section", "method"), QUANTISED_CONFIGS)
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
 def test_quantised_by_config(section: dict[str, Any], method: str, key: str, folder: Path):
     edit_config(folder, **{key: section})
     with pytest.raises(CheckpointError) as caught:

@@ -1,7 +1,7 @@
 /* Causal attention over paged keys and values, for any mix of prompt chunks and decode sequences.
  *
  * A task is some query tokens and heads of one sequence against a range of its positions, in chunks of CHUNK. Keys of a
- * chunk are transposed so that 16 of them fill the lanes of a vector. Values are paired so that the elements of a word
+ * chunk are transposed so that some of them fill the lanes of a vector. Values are paired so that the parts of a word
  * belong to neighbouring positions. Both products are then dots. Each split of a decode sequence writes (maximum, sum,
  * weighted values), and `join` combines them at the end.
  *
@@ -19,6 +19,13 @@
 #define MAX_SPLITS 256
 #define MAX_DIM 576
 #define ROWS_AT_ONCE 6
+#ifdef __AVX512F__
+#define MOST_VECTORS 4 /* of sums per row in registers */
+#define VECTORS_OF(rows) 4
+#else
+#define MOST_VECTORS 8
+#define VECTORS_OF(rows) ((rows) == 1 ? 8 : (rows) <= 3 ? 4 : 2)
+#endif
 #define SAFE 80.0f /* 2^SAFE and 2^-SAFE are far from the limits of float32 */
 
 typedef struct {
@@ -36,7 +43,10 @@ typedef struct {
     int32_t keys[MAX_DIM * CHUNK];
     int32_t values[MAX_DIM * CHUNK];
     float scores[MAX_ROWS * CHUNK];
-    int32_t weights[MAX_ROWS * CHUNK]; /* CHUNK elements per row */
+    int32_t weights[MAX_ROWS * CHUNK]; /* CHUNK parts per row */
+#ifdef WIDEN
+    float queries[MAX_ROWS * MAX_DIM];
+#endif
     float sums[MAX_ROWS * MAX_DIM];
     float totals[MAX_ROWS * LANES]; /* by lane, reduced at the end */
     float most[MAX_ROWS], total[MAX_ROWS], shrink[MAX_ROWS];
@@ -96,8 +106,6 @@ typedef struct {
     float scale, phi;
 } attention_args;
 
-#define WORDS(n) (((n) + PAIR - 1) / PAIR)
-
 /* Finds the offsets from `keys` and `values` of positions from `at` to `end`, at most a chunk. */
 static void find(const attention_args *a, const int32_t *table, long at, long end, place_t *place) {
     long block = at / a->block_size, slot = at % a->block_size;
@@ -122,21 +130,20 @@ static void transpose_keys(const attention_args *a, long kv_head, const place_t 
     for (long g = 0; g < GROUPS; g++) {
         const long count = MAX(0, MIN(LANES, here->count - g * LANES));
         for (long w = 0; w < words; w += LANES) {
-            const __mmask16 lanes = first_lanes(words - w);
-            __m512i r[LANES];
+            VI r[LANES];
             for (long i = g * LANES; !w && i < MIN(next->count, (g + 1) * LANES); i++) fetch(keys + next->keys[i], a->dim);
             const long *rows = here->keys + g * LANES;
             if (count == LANES && words - w >= LANES)
-                for (long i = 0; i < LANES; i++) r[i] = _mm512_loadu_si512(keys + rows[i] + w * PAIR);
+                for (long i = 0; i < LANES; i++) r[i] = load_words(keys + rows[i] + w * PAIR, LANES);
             else
                 for (long i = 0; i < LANES; i++)
-                    r[i] = i < count ? _mm512_maskz_loadu_epi32(lanes, keys + rows[i] + w * PAIR) : _mm512_setzero_si512();
-            transpose(r, work->keys + w * CHUNK + g * LANES);
+                    r[i] = i < count ? load_words(keys + rows[i] + w * PAIR, words - w) : vi_set(0);
+            transpose(r, work->keys + w * CHUNK + g * LANES, CHUNK);
         }
     }
 }
 
-/* Pairs the values of a chunk: word j of row c holds element j of position at + c * PAIR and its neighbour. */
+/* Pairs the values of a chunk: word j of row c holds element j of position at + c * PAIR, and of its neighbour. */
 static void pair_values(const attention_args *a, long kv_head, const place_t *here, const place_t *next,
                         workspace_t *work) {
     const elem *values = a->values + kv_head * a->v_head;
@@ -144,69 +151,69 @@ static void pair_values(const attention_args *a, long kv_head, const place_t *he
         for (long i = c * PAIR; i < MIN(next->count, (c + 1) * PAIR); i++) fetch(values + next->values[i], a->value_dim);
         const elem *row = values + here->values[c * PAIR];
         int32_t *out = work->values + c * a->value_dim;
-#ifdef ELEM_BF16
+#if PAIR == 2
         const int both = c * PAIR + 1 < here->count;
         const elem *other = both ? values + here->values[c * PAIR + 1] : row;
-        const __mmask16 there = both ? ALL : 0;
+        const __mmask16 there = both ? 0xffff : 0;
         for (long d = 0; d < a->value_dim; d += LANES) {
-            const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(row + d)));
-            const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(other + d)));
-            _mm512_storeu_si512(out + d, _mm512_mask_or_epi32(low, there, low, _mm512_slli_epi32(high, 16)));
+            const VI low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(row + d)));
+            const VI high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(other + d)));
+            vi_store(out + d, _mm512_mask_or_epi32(low, there, low, _mm512_slli_epi32(high, 16)));
         }
 #else
-        memcpy(out, row, a->value_dim * sizeof(elem));
+        for (long d = 0; d < a->value_dim; d += LANES) v_store(out + d, load(row + d, LANES));
 #endif
     }
 }
 
-/* out[i][0..64) = sum over words of left[i][w] . right[w][0..64), for `n` rows. */
-INLINE void score_tile(const elem *const *left, long words, const int32_t *right, float *out, const int n) {
-    __m512 acc[ROWS_AT_ONCE][GROUPS];
+/* out[i][0..LANES v) = sum over words of left[i][w] . right[w][0..LANES v), for `n` rows. */
+INLINE void score_tile(const int32_t *const *left, long words, const int32_t *right, float *out, const int n,
+                       const int v) {
+    V acc[ROWS_AT_ONCE][MOST_VECTORS];
 #pragma GCC unroll 6
     for (int i = 0; i < n; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < GROUPS; j++) acc[i][j] = _mm512_setzero_ps();
+#pragma GCC unroll 8
+        for (int j = 0; j < v; j++) acc[i][j] = v_set(0);
     for (long w = 0; w < words; w++) {
-        __m512i k[GROUPS];
-#pragma GCC unroll 4
-        for (int j = 0; j < GROUPS; j++) k[j] = _mm512_loadu_si512(right + w * CHUNK + j * LANES);
+        VI k[MOST_VECTORS];
+#pragma GCC unroll 8
+        for (int j = 0; j < v; j++) k[j] = vi_load(right + w * CHUNK + j * LANES);
 #pragma GCC unroll 6
         for (int i = 0; i < n; i++) {
-            const __m512i q = _mm512_set1_epi32(((const int32_t *)left[i])[w]);
-#pragma GCC unroll 4
-            for (int j = 0; j < GROUPS; j++) acc[i][j] = dot(acc[i][j], q, k[j]);
+            const VI q = vi_set(left[i][w]);
+#pragma GCC unroll 8
+            for (int j = 0; j < v; j++) acc[i][j] = dot(acc[i][j], q, k[j]);
         }
     }
 #pragma GCC unroll 6
     for (int i = 0; i < n; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < GROUPS; j++) _mm512_storeu_ps(out + i * CHUNK + j * LANES, acc[i][j]);
+#pragma GCC unroll 8
+        for (int j = 0; j < v; j++) v_store(out + i * CHUNK + j * LANES, acc[i][j]);
 }
 
-/* sums[i][0..16 v) = sums[i] * shrink[i] + sum over words of weights[i][w] . values[w][0..16 v). */
+/* sums[i][0..LANES v) = sums[i] * shrink[i] + sum over words of weights[i][w] . values[w][0..LANES v). */
 INLINE void value_tile(const int32_t *weights, long words, const int32_t *values, long stride, float *sums,
-                             const float *shrink, const int n, const int v) {
-    __m512 acc[ROWS_AT_ONCE][4];
+                       const float *shrink, const int n, const int v) {
+    V acc[ROWS_AT_ONCE][MOST_VECTORS];
 #pragma GCC unroll 6
     for (int i = 0; i < n; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < v; j++)
-            acc[i][j] = _mm512_mul_ps(_mm512_loadu_ps(sums + i * stride + j * LANES), _mm512_set1_ps(shrink[i]));
+#pragma GCC unroll 8
+        for (int j = 0; j < v; j++) acc[i][j] = v_load(sums + i * stride + j * LANES) * v_set(shrink[i]);
     for (long w = 0; w < words; w++) {
-        __m512i r[4];
-#pragma GCC unroll 4
-        for (int j = 0; j < v; j++) r[j] = _mm512_loadu_si512(values + w * stride + j * LANES);
+        VI r[MOST_VECTORS];
+#pragma GCC unroll 8
+        for (int j = 0; j < v; j++) r[j] = vi_load(values + w * stride + j * LANES);
 #pragma GCC unroll 6
         for (int i = 0; i < n; i++) {
-            const __m512i p = _mm512_set1_epi32(weights[i * CHUNK + w]);
-#pragma GCC unroll 4
+            const VI p = vi_set(weights[i * CHUNK + w]);
+#pragma GCC unroll 8
             for (int j = 0; j < v; j++) acc[i][j] = dot(acc[i][j], p, r[j]);
         }
     }
 #pragma GCC unroll 6
     for (int i = 0; i < n; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < v; j++) _mm512_storeu_ps(sums + i * stride + j * LANES, acc[i][j]);
+#pragma GCC unroll 8
+        for (int j = 0; j < v; j++) v_store(sums + i * stride + j * LANES, acc[i][j]);
 }
 
 #define BY_COUNT(call, n)                                                                                              \
@@ -219,62 +226,59 @@ INLINE void value_tile(const int32_t *weights, long words, const int32_t *values
     case 6: call(6); break;                                                                                            \
     }
 
-static void scores(const elem *const *left, long words, const int32_t *right, float *out, long n) {
-#define CALL(N) score_tile(left, words, right, out, N)
+static void scores(const int32_t *const *left, long words, const int32_t *right, float *out, long n) {
+#define CALL(N)                                                                                                        \
+    for (long j = 0; j < CHUNK; j += VECTORS_OF(N) * LANES) score_tile(left, words, right + j, out + j, N, VECTORS_OF(N))
     BY_COUNT(CALL, n)
 #undef CALL
 }
 
 static void add_values(const int32_t *weights, long words, const int32_t *values, long stride, float *sums,
-                        const float *shrink, long n) {
-    for (long d = 0; d < stride; d += 4 * LANES) {
-        const long v = MIN(4, (stride - d) / LANES);
+                       const float *shrink, long n) {
+    for (long d = 0; d < stride;) {
+        const long v = (stride - d) / LANES;
+#define TILE(N, V_) (value_tile(weights, words, values + d, stride, sums + d, shrink, N, V_), d += V_ * LANES)
 #define CALL(N)                                                                                                        \
-    (v == 4   ? value_tile(weights, words, values + d, stride, sums + d, shrink, N, 4)                           \
-     : v == 3 ? value_tile(weights, words, values + d, stride, sums + d, shrink, N, 3)                           \
-     : v == 2 ? value_tile(weights, words, values + d, stride, sums + d, shrink, N, 2)                           \
-              : value_tile(weights, words, values + d, stride, sums + d, shrink, N, 1))
+    (v >= VECTORS_OF(N) ? TILE(N, VECTORS_OF(N)) : v >= 4 ? TILE(N, 4) : v == 3 ? TILE(N, 3) : v == 2 ? TILE(N, 2) : TILE(N, 1))
         BY_COUNT(CALL, n)
 #undef CALL
+#undef TILE
     }
 }
 
-INLINE float power(float x) { return _mm512_cvtss_f32(exp2_16(_mm512_set1_ps(x))); }
+INLINE float power(float x) { return OP(cvtss_f32)(exp2_v(v_set(x))); }
 
 /* Converts scores of row `r` of the chunk at `at` to weights, and updates the row's maximum and total. */
-static void softmax_row(const attention_args * a, workspace_t *work, long r, long at, int unified) {
-    const __m512 scale = _mm512_set1_ps(a->scale * LOG2E), none = _mm512_set1_ps(-INFINITY);
+static void softmax_row(const attention_args *a, workspace_t *work, long r, long at, int unified) {
+    const V scale = v_set(a->scale * LOG2E), none = v_set(-INFINITY);
     float *scores = work->scores + r * CHUNK;
     const long limit = work->limit[r] - at, lower = work->lower[r] - at;
-    __m512 s[GROUPS], best = none;
-    for (int j = 0; j < GROUPS; j++) s[j] = _mm512_mul_ps(_mm512_loadu_ps(scores + j * LANES), scale);
+    V s[GROUPS], best = none;
+    for (int j = 0; j < GROUPS; j++) s[j] = v_load(scores + j * LANES) * scale;
     if (limit < CHUNK || lower > 0)
-        for (int j = 0; j < GROUPS; j++) {
-            const __mmask16 seen = first_lanes(limit - j * LANES) & (__mmask16)~first_lanes(lower - j * LANES);
-            s[j] = _mm512_mask_mov_ps(none, seen, s[j]);
-        }
-    for (int j = 0; j < GROUPS; j++) best = _mm512_max_ps(best, s[j]);
+        for (int j = 0; j < GROUPS; j++) s[j] = v_within(s[j], lower - j * LANES, limit - j * LANES, none);
+    for (int j = 0; j < GROUPS; j++) best = OP(max_ps)(best, s[j]);
     const float before = work->most[r];
     /* Most chunks have no new maximum, and then nothing is reduced or rescaled. */
-    const int higher = _mm512_cmp_ps_mask(best, _mm512_set1_ps(before), _CMP_GT_OQ) != 0;
-    const float top = higher ? _mm512_reduce_max_ps(best) : before;
+    const int higher = v_any_above(best, v_set(before));
+    const float top = higher ? v_top(best) : before;
     /* Before the first visible position any base works, because all weights are 0. */
     const float base = unified ? a->phi * LOG2E : top > -INFINITY ? top : 0;
-    elem *weights = (elem *)(work->weights + r * CHUNK);
-    __m512 sum = _mm512_setzero_ps();
+    part_t *weights = (part_t *)(work->weights + r * CHUNK);
+    V sum = v_set(0);
     for (int j = 0; j < GROUPS; j++) {
-        const __m512 p = exp2_16(_mm512_sub_ps(s[j], _mm512_set1_ps(base)));
-        sum = _mm512_add_ps(sum, p);
-        store(weights + j * LANES, ALL, p);
+        const V p = exp2_v(s[j] - v_set(base));
+        sum += p;
+        store_parts(weights + j * LANES, p);
     }
     work->shrink[r] = unified || !higher ? 1.0f : power(before - top);
     float *totals = work->totals + r * LANES;
-    _mm512_storeu_ps(totals, _mm512_fmadd_ps(_mm512_loadu_ps(totals), _mm512_set1_ps(work->shrink[r]), sum));
+    v_store(totals, OP(fmadd_ps)(v_load(totals), v_set(work->shrink[r]), sum));
     work->most[r] = top;
 }
 
 /* Processes rows [first, first + n) of one KV head, with queries `left`, for the chunk at `at`. */
-static void chunk(const attention_args * a, workspace_t *work, const elem *const *left, long first, long n,
+static void chunk(const attention_args *a, workspace_t *work, const int32_t *const *left, long first, long n,
                         long at, long end, int unified) {
     const long words = WORDS(MIN(CHUNK, end - at));
     const long parts = (n + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
@@ -290,14 +294,21 @@ static void chunk(const attention_args * a, workspace_t *work, const elem *const
 /* Computes `rows` of one task. Row r is token r % tokens of head r / tokens, so heads of one KV head are adjacent. */
 static void run(const attention_args * a, const task_t *t, workspace_t *work, const int *rows, long n,
                       int unified) {
-    const elem *left[MAX_ROWS];
+    const int32_t *left[MAX_ROWS];
     const long group = a->heads / a->kv_heads, start = a->starts[t->sequence];
     const long context = a->lens[t->sequence] - (a->starts[t->sequence + 1] - start);
     const int32_t *table = a->tables + t->sequence * a->table_stride;
     long bound[MAX_ROWS + 1], kv_heads = 0, last = -1;
     for (long i = 0; i < n; i++) {
         const long head = t->head + rows[i] / t->tokens, token = t->token + rows[i] % t->tokens;
-        left[i] = a->query + (start + token) * a->query_stride + head * a->dim;
+        const elem *query = a->query + (start + token) * a->query_stride + head * a->dim;
+#ifdef WIDEN
+        float *wide = work->queries + i * a->dim;
+        EACH_VECTOR(d, lanes, a->dim, { v_store_first(wide + d, lanes, load(query + d, lanes)); });
+        left[i] = (const int32_t *)wide;
+#else
+        left[i] = (const int32_t *)query;
+#endif
         work->limit[i] = context + token + 1;
         work->lower[i] = a->window ? work->limit[i] - a->window : 0;
         work->most[i] = -INFINITY;
@@ -318,15 +329,7 @@ static void run(const attention_args * a, const task_t *t, workspace_t *work, co
             chunk(a, work, left, bound[h], bound[h + 1] - bound[h], at, at + here->count, unified);
         }
     }
-    for (long i = 0; i < n; i++) work->total[i] = _mm512_reduce_add_ps(_mm512_loadu_ps(work->totals + i * LANES));
-}
-
-/* Rounds to the nearest bfloat16, ties to even, for both element types. NaN stays NaN. */
-INLINE __m512 narrowed(__m512 x) {
-    const __m512i bits = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512i near = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-    const __m512 y = _mm512_castsi512_ps(_mm512_and_si512(near, _mm512_set1_epi32((int)0xffff0000)));
-    return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x);
+    for (long i = 0; i < n; i++) work->total[i] = v_sum(v_load(work->totals + i * LANES));
 }
 
 /* Writes the results of `n` rows: divided by their totals, or undivided with maximum and total for `join`. */
@@ -338,16 +341,16 @@ static void write_results(const attention_args * a, const task_t *t, const works
             float *to = a->partials + (t->partial + rows[i]) * (a->value_dim + 2);
             to[0] = unified ? a->phi * LOG2E : work->most[i], to[1] = work->total[i];
             for (long d = 0; d < a->value_dim; d += LANES) {
-                const __m512 sum = _mm512_loadu_ps(sums + d);
-                _mm512_storeu_ps(to + 2 + d, a->narrow ? narrowed(sum) : sum);
+                const V sum = v_load(sums + d);
+                v_store(to + 2 + d, a->narrow ? v_narrow(sum) : sum);
             }
             continue;
         }
         const long head = t->head + rows[i] / t->tokens, token = a->starts[t->sequence] + t->token + rows[i] % t->tokens;
         elem *out = a->out + token * a->out_stride + head * a->value_dim;
-        const __m512 share = _mm512_set1_ps(1.0f / work->total[i]);
+        const V share = v_set(1.0f / work->total[i]);
         for (long d = 0; d < a->value_dim; d += LANES)
-            store(out + d, ALL, _mm512_mul_ps(_mm512_loadu_ps(sums + d), share));
+            store(out + d, LANES, v_load(sums + d) * share);
     }
 }
 
@@ -380,10 +383,10 @@ static void join(const attention_args * a, const task_t *t) {
         }
         elem *out = a->out + (a->starts[t->sequence] + t->token) * a->out_stride + (t->head + r) * a->value_dim;
         for (long d = 0; d < a->value_dim; d += LANES) {
-            __m512 sum = _mm512_setzero_ps();
+            V sum = v_set(0);
             for (long i = 0; i < t->splits; i++)
-                sum = _mm512_fmadd_ps(_mm512_loadu_ps(parts + i * step + 2 + d), _mm512_set1_ps(weight[i]), sum);
-            store(out + d, ALL, _mm512_mul_ps(sum, _mm512_set1_ps(1.0f / total)));
+                sum = OP(fmadd_ps)(v_load(parts + i * step + 2 + d), v_set(weight[i]), sum);
+            store(out + d, LANES, sum * v_set(1.0f / total));
         }
     }
 }

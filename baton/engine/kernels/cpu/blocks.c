@@ -24,6 +24,11 @@ INLINE void read_run(const char *from, char *to, long bytes, const char *next) {
     memcpy(to + i, from + i, bytes - i);
 }
 
+INLINE void stream_line(const char *from, char *to) {
+    for (long i = 0; i < 64; i += sizeof(VI))
+        vi_stream(to + i, vi_load(from + i));
+}
+
 /* Bypasses the caches, because the data is not read soon and whole lines need not be read before the write. */
 INLINE void write_run(const char *from, char *to, long bytes) {
     if (((uintptr_t)to | bytes) % 64) {
@@ -31,7 +36,7 @@ INLINE void write_run(const char *from, char *to, long bytes) {
         return;
     }
     for (long i = 0; i < bytes; i += 64)
-        _mm512_stream_si512((void *)(to + i), _mm512_loadu_si512(from + i));
+        stream_line(from + i, to + i);
 }
 
 INLINE void plane(const blocks_args *a, char *cache, char *wire) {
@@ -78,8 +83,8 @@ INLINE void copy_run(const char *from, char *to, long bytes, const char *next) {
     if ((uintptr_t)to % 64 || bytes % 128)
         return write_run(from, to, bytes);
     for (long i = 0; i < half; i += 64) {
-        _mm512_stream_si512((void *)(to + i), _mm512_loadu_si512(from + i));
-        _mm512_stream_si512((void *)(to + half + i), _mm512_loadu_si512(from + half + i));
+        stream_line(from + i, to + i);
+        stream_line(from + half + i, to + half + i);
     }
 }
 

@@ -19,10 +19,17 @@ from baton.errors import ConfigError
 from baton.hashing import fingerprint
 
 SOURCES = Path(__file__).parent
-AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
-NEEDED = {"f32": AVX512, "bf16": (*AVX512, "avx512_bf16")}
-FLAGS = ("-std=gnu11", "-O3", "-march=native", "-mprefer-vector-width=512", "-fopenmp", "-fPIC")
-COMPILE_SECONDS = 120
+AVX2 = ("avx2", "fma", "f16c")
+AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
+LEVELS = {  # needed instructions, best first. VNNI is for quantised weights only.
+    "avx512-bf16": (*AVX512, "avx512_vnni", "avx512_bf16"),
+    "avx512-vnni": (*AVX512, "avx512_vnni"),
+    "avx512": AVX512,
+    "avx-vnni": (*AVX2, "avx_vnni"),
+    "avx2": AVX2,
+}
+FLAGS = ("-std=gnu11", "-O3", "-mtune=native", "-mprefer-vector-width=512", "-fopenmp", "-fPIC")
+COMPILE_SECONDS = 600  # on a machine that other work keeps busy; else some seconds
 LEVEL_VARIABLE = "BATON_CPU_LEVEL"
 
 
@@ -51,32 +58,41 @@ def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> Machine:
 
 def load_library(element: str, folder: Path | None = None) -> ctypes.CDLL:
     """Load the kernels for "bf16" or "f32" elements, compiled into `folder` (default: the state folder) if missing.
-    Raises Unavailable if `BATON_CPU_LEVEL` is none, the processor lacks an instruction, or compilation or loading
-    fails. Raises ConfigError if `BATON_CPU_LEVEL` is invalid.
+    Raises Unavailable like `chosen_level`, and if compilation or loading fails.
     """
-    if cpu_level() == "none":
-        raise Unavailable(f"{LEVEL_VARIABLE}=none")
-    here = machine()
-    missing = [flag for flag in NEEDED[element] if flag not in here.flags]
-    if missing:
-        raise Unavailable(f"the processor ({here.model}) has no {', '.join(missing)}")
+    level = chosen_level()
     import torch  # noqa: F401  (loads the OpenMP runtime that provides the library's symbols)
 
-    path = _path(folder or state_folder() / "kernels", element, here)
+    path = _path(folder or state_folder() / "kernels", element, level)
     try:
         if not path.is_file():
-            _compile(path, element)
+            _compile(path, element, level)
         return ctypes.CDLL(str(path), mode=os.RTLD_NOW)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unavailable(f"the kernels cannot be compiled or loaded: {error}") from error
 
 
 def cpu_level() -> str:
-    """Return `BATON_CPU_LEVEL`: "native" (default), or "none" for torch only. Raises ConfigError for other values."""
-    value = os.environ.get(LEVEL_VARIABLE) or "native"
-    if value not in {"native", "none"}:
-        raise ConfigError(f"{LEVEL_VARIABLE} (environment): must be native or none, got {value!r}")
+    """Return `BATON_CPU_LEVEL`: "native" (default), "none" for torch, or a level. Raises ConfigError for others."""
+    value, allowed = os.environ.get(LEVEL_VARIABLE) or "native", ("native", "none", *reversed(LEVELS))
+    if value not in allowed:
+        raise ConfigError(f"{LEVEL_VARIABLE} (environment): must be one of {', '.join(allowed)}, got {value!r}")
     return value
+
+
+def chosen_level() -> str:
+    """Return the level of instructions that the kernels use: the best of this processor, or `BATON_CPU_LEVEL`.
+    Raises Unavailable if that is none or the processor lacks an instruction. Raises ConfigError if it is invalid.
+    """
+    asked, here = cpu_level(), machine()
+    if asked == "none":
+        raise Unavailable(f"{LEVEL_VARIABLE}=none")
+    levels = LEVELS if asked == "native" else {asked: LEVELS[asked]}
+    for level, needed in levels.items():
+        missing = [flag for flag in needed if flag not in here.flags]
+        if not missing:
+            return level
+    raise Unavailable(f"the processor ({here.model}) has no {', '.join(missing)}")
 
 
 def state_folder() -> Path:
@@ -92,15 +108,20 @@ def _compiler() -> str:
     return found
 
 
-def _path(folder: Path, element: str, here: Machine) -> Path:
-    sources = [file.read_text() for file in sorted(SOURCES.glob("*.[ch]"))]
-    version = _run((_compiler(), "--version")).splitlines()[0]
-    return folder / f"{element}-{fingerprint((*sources, *FLAGS, version, here.model, *sorted(here.flags)))}.so"
-
-
-def _compile(path: Path, element: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+def _flags(element: str, level: str) -> tuple[str, ...]:
     define = ("-DELEM_BF16",) if element == "bf16" else ()
+    return (*FLAGS, *(f"-m{flag.replace('_', '')}" for flag in LEVELS[level]), *define)
+
+
+def _path(folder: Path, element: str, level: str) -> Path:
+    sources, here = [file.read_text() for file in sorted(SOURCES.glob("*.[ch]"))], machine()
+    version = _run((_compiler(), "--version")).splitlines()[0]
+    key = fingerprint((*sources, *_flags(element, level), version, here.model, *sorted(here.flags)))
+    return folder / f"{element}-{level}-{key}.so"
+
+
+def _compile(path: Path, element: str, level: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
         # One compiler at a time, because several would only slow each other down. The lock ends with the process.
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -108,7 +129,7 @@ def _compile(path: Path, element: str) -> None:
             return  # compiled by another worker
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             unit, library = Path(scratch) / "kernels.o", Path(scratch) / "kernels.so"
-            _run((_compiler(), *FLAGS, *define, "-c", str(SOURCES / "kernels.c"), "-o", str(unit)))
+            _run((_compiler(), *_flags(element, level), "-c", str(SOURCES / "kernels.c"), "-o", str(unit)))
             _run((_compiler(), "-shared", str(unit), "-lm", "-o", str(library)))
             library.replace(path)  # atomic, because some file systems have no locks; the last of equal results stays
 

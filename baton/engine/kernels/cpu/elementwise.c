@@ -9,16 +9,16 @@ typedef struct {
 } norm_args;
 
 INLINE void norm_row(const elem *x, const elem *weight, elem *out, long width, float eps) {
-    __m512 squares = _mm512_setzero_ps();
+    V squares = v_set(0);
     EACH_VECTOR(i, lanes, width, {
-        const __m512 v = load(x + i, lanes);
-        squares = _mm512_fmadd_ps(v, v, squares);
+        const V v = load(x + i, lanes);
+        squares = OP(fmadd_ps)(v, v, squares);
     });
-    const __m512 scale = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(squares) / width + eps));
+    const V scale = v_set(1.0f / sqrtf(v_sum(squares) / width + eps));
     EACH_VECTOR(i, lanes, width, {
         /* Rounded before the multiplication with the weight, as in training. */
-        const __m512 normed = rounded(_mm512_mul_ps(load(x + i, lanes), scale));
-        store(out + i, lanes, _mm512_mul_ps(normed, load(weight + i, lanes)));
+        const V normed = rounded(load(x + i, lanes) * scale);
+        store(out + i, lanes, normed * load(weight + i, lanes));
     });
 }
 
@@ -29,7 +29,7 @@ void NAME(norm)(const norm_args * a, int threads) {
         const elem *delta = a->delta ? a->delta + r * a->width : NULL;
         if (delta)
             EACH_VECTOR(i, lanes, a->width,
-                        { store(x + i, lanes, _mm512_add_ps(load(x + i, lanes), load(delta + i, lanes))); });
+                        { store(x + i, lanes, load(x + i, lanes) + load(delta + i, lanes)); });
         norm_row(x, a->weight, a->out + r * a->width, a->width, a->eps);
     }
 }
@@ -45,10 +45,10 @@ typedef struct {
 /* Rotates pairs (i, i + half) of x into `to`. Products and differences are rounded as in the torch kernels. */
 INLINE void rotate_head(const elem *x, const elem *cos, const elem *sin, elem *to, long half) {
     EACH_VECTOR(i, lanes, half, {
-        const __m512 a = load(x + i, lanes), b = load(x + half + i, lanes);
-        const __m512 c = load(cos + i, lanes), s = load(sin + i, lanes);
-        const __m512 first = _mm512_sub_ps(rounded(_mm512_mul_ps(a, c)), rounded(_mm512_mul_ps(b, s)));
-        const __m512 second = _mm512_add_ps(rounded(_mm512_mul_ps(b, c)), rounded(_mm512_mul_ps(a, s)));
+        const V a = load(x + i, lanes), b = load(x + half + i, lanes);
+        const V c = load(cos + i, lanes), s = load(sin + i, lanes);
+        const V bs = rounded(b * s), ac = rounded(a * c), as = rounded(a * s), bc = rounded(b * c);
+        const V first = ac - bs, second = bc + as;
         store(to + i, lanes, first);
         store(to + half + i, lanes, second);
     });
@@ -81,8 +81,8 @@ typedef struct {
     long activation;  /* 0 silu, 1 gelu by tanh */
 } gate_args;
 
-INLINE void gate_vector(const elem *gate, const elem *up, elem *out, __mmask16 lanes, int activation) {
-    store(out, lanes, _mm512_mul_ps(rounded(activate(load(gate, lanes), activation)), load(up, lanes)));
+INLINE void gate_vector(const elem *gate, const elem *up, elem *out, long lanes, int activation) {
+    store(out, lanes, rounded(activate(load(gate, lanes), activation)) * load(up, lanes));
 }
 
 void NAME(gate)(const gate_args * a, int threads) {

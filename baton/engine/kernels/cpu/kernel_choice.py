@@ -52,12 +52,12 @@ def static_choice(k: int) -> Choice:
     return Choice(FLAT_ROWS if k < LONG_K else FLAT_ROWS_LONG, TILE_UNIT not in machine().flags)
 
 
-def profile_path(dtype: str, threads: int, torch_version: str, folder: Path | None = None) -> Path:
+def profile_path(dtype: str, level: str, threads: int, torch_version: str, folder: Path | None = None) -> Path:
     """Return the path of this machine's profile, which depends on the processor, torch and the kernel sources."""
     here = machine()
     sources = [file.read_text() for file in sorted(SOURCES.glob("*.[ch]"))]
     key = fingerprint((here.model, *sorted(here.flags), torch_version, *sources))
-    return (folder or state_folder() / "profile") / f"{key}-{dtype}-{threads}.json"
+    return (folder or state_folder() / "profile") / f"{key}-{dtype}-{level}-{threads}.json"
 
 
 def load_profile(path: Path) -> Profile:

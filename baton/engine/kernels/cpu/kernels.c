@@ -4,3 +4,4 @@
 #include "attention.c"
 #include "elementwise.c"
 #include "blocks.c"
+#include "quantized.c"

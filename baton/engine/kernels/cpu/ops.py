@@ -7,7 +7,7 @@ Cases that the C code does not support go to the torch kernels.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_float, c_long, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from baton.engine.batch import Batch
-from baton.engine.kernels.base import HeadNorms, Linear, Rotation, Scratch, Splits
+from baton.engine.kernels.base import HeadNorms, Linear, Rotation, Splits
 from baton.engine.kernels.cpu.attention import CompiledAttention, is_compiled, strides_of, struct_fields
-from baton.engine.kernels.cpu.compiler import load_library
+from baton.engine.kernels.cpu.compiler import chosen_level, load_library
 from baton.engine.kernels.cpu.kernel_choice import FLAT_ROWS, Choice, Profile
+from baton.engine.kernels.cpu.quantized import CompiledQuantized, QuantizedProducts
+from baton.engine.kernels.quantized import QuantizedWeight
 from baton.engine.kernels.torch_reference import TorchKernels, TorchLinear
 
 
@@ -130,7 +132,6 @@ class _Side(NamedTuple):
 
 
 ELEMENTS = {torch.bfloat16: "bf16", torch.float32: "f32"}
-LANES, GROUP = 16, 64  # as in the C sources
 GATES = {"silu": 0, "gelu_tanh": 1}
 NO_GATE = -1
 ANY_ROWS = 1 << 30
@@ -145,18 +146,18 @@ class CpuKernels:
         self, dtype: torch.dtype, profile: Profile, folder: Path | None = None, splits: Splits = "auto"
     ) -> None:
         element = ELEMENTS[dtype]
-        library = load_library(element, folder)
+        library, self.level = load_library(element, folder), chosen_level()
         self.dtype, self.profile, self.splits = dtype, profile, splits
         self.shapes: set[tuple[int, int]] = set()  # of weights of the linear layers made so far
         self._torch = TorchKernels()
-        scratch = Scratch(torch.int32, torch.device("cpu"))
-        flat, tall = library[f"linear_{element}"], library[f"gemm_{element}"]
-        self.products = Products(flat, tall, scratch, 4 // dtype.itemsize)
+        self.products = Products.of(library, element)
         self._norm, self._norm_args = library[f"norm_{element}"], NormArgs()
         self._gate, self._gate_args = library[f"gate_{element}"], GateArgs()
         self._rotate, self._rotate_args = library[f"rotate_and_store_{element}"], RotateArgs()
         self.library, self.element = library, element
         self._attention: dict[int | None, CompiledAttention] = {}  # key: window
+        self._quantized = QuantizedProducts(library, element)
+        self._quantized_shapes: set[str] = set()
 
     def begin(self, batch: Batch) -> None:
         self.products.fixed = batch.fixed
@@ -165,6 +166,12 @@ class CpuKernels:
         width, k = weight.shape
         self.shapes.add((width, k))
         return CompiledLinear(self.products, weight, bias, self.profile.choice(width, k))
+
+    def quantized(
+        self, weight: QuantizedWeight, bias: Tensor | None, keep: Callable[[Tensor], Tensor]
+    ) -> CompiledQuantized:
+        self._quantized_shapes.add(f"({weight.n}, {weight.k}): int{weight.bits} in groups of {weight.group}")
+        return CompiledQuantized(self._quantized, weight, bias, keep)
 
     def rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> Tensor:
         args = self._norm_args
@@ -207,7 +214,9 @@ class CpuKernels:
     def grouped(self, weights: Tensor) -> None:
         del weights  # the host computes the products, so it may read the choice
 
-    def by_row(self, layer: Linear) -> CompiledLinear | None:
+    def by_row(self, layer: Linear) -> Linear | None:
+        if isinstance(layer, CompiledQuantized):
+            return layer  # for any number of rows
         if not isinstance(layer, CompiledLinear):
             return None
         return CompiledLinear(self.products, layer.weight, layer.bias, Choice(ANY_ROWS, tall=False))
@@ -215,11 +224,15 @@ class CpuKernels:
     def steady_rows(self, heads: Sequence[int]) -> int:
         if not all(map(is_compiled, heads)):
             return 0
-        return min((_pinned(self.profile.choice(*shape)).flat_rows for shape in self.shapes), default=0)
+        return min(
+            (_pinned(self.profile.choice(*shape)).flat_rows for shape in self.shapes),
+            default=FLAT_ROWS if self._quantized_shapes else 0,
+        )
 
     def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
         choices = [(shape, _pinned(self.profile.choice(*shape))) for shape in sorted(self.shapes)]
         products = [f"{shape} x {n}: {choice.product(n)}" for shape, choice in choices for n in rows]
+        products += sorted(self._quantized_shapes)
         return (self.name, Path(self.library._name).stem, f"unified {self.profile.unified_max}", *products)
 
     def attention(self, batch: Batch, block_size: int, window: int | None, scale: float) -> CompiledAttention:
@@ -236,13 +249,28 @@ def _pinned(choice: Choice) -> Choice:
 
 @dataclass(slots=True)
 class Products:
-    """The two compiled products of one dtype, and the scratch in which `tall` transposes rows of x."""
+    """The two compiled products of one dtype, and the scratch in which they widen, transpose and pack."""
 
     flat: ctypes._NamedFuncPointer
     tall: ctypes._NamedFuncPointer
-    scratch: Scratch
-    words: int  # elements in 32 bits
+    flat_scratch: ctypes._NamedFuncPointer  # words of scratch per row
+    tall_scratch: ctypes._NamedFuncPointer
+    scratch: Tensor
     fixed: bool = False  # whether the current forward is fixed
+
+    @classmethod
+    def of(cls, library: ctypes.CDLL, element: str) -> Products:
+        flat, tall = library[f"linear_{element}"], library[f"gemm_{element}"]
+        sizes = library[f"linear_scratch_{element}"], library[f"gemm_scratch_{element}"]
+        for size in sizes:
+            size.restype = ctypes.c_long
+        return cls(flat, tall, *sizes, torch.empty(0))
+
+    def room(self, words: int) -> c_void_p:
+        """Return the address of scratch of so many 32-bit words."""
+        if len(self.scratch) < words:
+            self.scratch = torch.empty(words)
+        return c_void_p(self.scratch.data_ptr())
 
 
 class CompiledLinear:
@@ -253,8 +281,7 @@ class CompiledLinear:
         self._products, self._torch = products, TorchLinear(weight, bias)
         self._args = LinearArgs(w=weight.data_ptr(), bias=None if bias is None else bias.data_ptr())
         self._args.n, self._args.k = weight.shape
-        vectors = -(-weight.shape[1] // (LANES * products.words))
-        self._transposed_words = vectors * LANES * GROUP  # per group of rows
+        self._row_words = int(products.flat_scratch(c_long(weight.shape[1])))
 
     @property
     def width(self) -> int:
@@ -265,7 +292,8 @@ class CompiledLinear:
             return self.tall(x, out, NO_GATE)
         if len(x) > self._chosen.flat_rows:
             return self._torch(x, out)
-        self._products.flat(self._filled(x, out), torch.get_num_threads())
+        room = self._products.room(len(x) * self._row_words) if self._row_words else None
+        self._products.flat(self._filled(x, out), room, torch.get_num_threads())
         return out
 
     def is_tall(self, rows: int) -> bool:
@@ -277,9 +305,9 @@ class CompiledLinear:
 
     def tall(self, x: Tensor, out: Tensor, activation: int) -> Tensor:
         """Compute the product by the tall kernel, and apply the gate unless `activation` is NO_GATE."""
-        transposed = self._products.scratch.take("transposed", -(-len(x) // GROUP), self._transposed_words)
-        address = ctypes.c_void_p(transposed.data_ptr())
-        self._products.tall(self._filled(x, out), address, torch.get_num_threads(), activation)
+        products, args, threads = self._products, self._filled(x, out), torch.get_num_threads()
+        room = products.room(products.tall_scratch(args, threads, int(activation != NO_GATE)))
+        products.tall(args, room, threads, activation)
         return out
 
     def _filled(self, x: Tensor, out: Tensor) -> ctypes._CArgObject:

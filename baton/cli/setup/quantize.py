@@ -1,0 +1,134 @@
+"""`baton quantize`: a copy of a checkpoint with linear layers in 8 or 4 bits, in the format of compressed-tensors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from baton.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HEAD = "lm_head.weight"
+LAYERS = (".self_attn.", ".mlp.")
+ENDING = "_proj.weight"
+
+
+class Bits(StrEnum):
+    """The schemes of `model.quantize`."""
+
+    int8 = "int8"
+    int4 = "int4"
+
+
+To = Annotated[Bits, typer.Option(help="int8: one scale per output; int4: one per 32 inputs of an output")]
+
+
+def quantize(folder: Path, out: Path, to: To = Bits.int8) -> None:
+    """Write a quantised copy of a checkpoint. Baton, vLLM and transformers read it, with the weights in 8 or 4 bits."""
+    from baton.engine.models.checkpoint import weight_files
+    from baton.engine.models.config import read_config
+
+    config = read_config(folder)
+    if config.quantised is not None or config.experts is not None or config.latent is not None:
+        raise ConfigError(
+            f"{folder}: only dense models that are not quantised can be quantised (here: {config.family})"
+        )
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out}: exists already")
+    part = out.with_name(out.name + ".part")
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        files = weight_files(folder)
+        names = {file.name: _convert(file, part / file.name, to.value) for file in files}
+        _write_others(folder, part, names, to.value)
+        if out.exists():
+            out.rmdir()
+        part.rename(out)
+    except OSError as error:
+        shutil.rmtree(part, ignore_errors=True)
+        raise ConfigError(f"{out}: cannot write there: {error.strerror or error}") from None
+    size, before = (sum(file.stat().st_size for file in weight_files(one)) for one in (out, folder))
+    typer.echo(f"{out} has {size / 1e9:.2f} GB of weights instead of {before / 1e9:.2f} GB")
+
+
+def _convert(source: Path, target: Path, to: str) -> dict[str, int]:
+    """Convert one file of weights. Return the sizes of its tensors by name."""
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import save_file
+
+    tensors: dict[str, Tensor] = {}
+    with safe_open(source, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118  (not a mapping: it has no iterator)
+            tensors |= _converted(name, file.get_tensor(name), to)
+    try:
+        save_file(tensors, target, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    return {name: tensor.nbytes for name, tensor in tensors.items()}
+
+
+def _converted(name: str, tensor: Tensor, to: str) -> dict[str, Tensor]:
+    import torch
+
+    from baton.engine.kernels import quantized
+    from baton.engine.models.stored_quantisation import packed_words
+
+    linear = name.endswith(ENDING) and any(part in name for part in LAYERS)
+    if not (linear or name == HEAD) or tensor.ndim != 2:
+        return {name: tensor}
+    layer, weight = name.removesuffix(".weight"), quantized.quantize(tensor, quantized.SCHEMES[to])
+    levels = weight.levels[:, : weight.k]
+    if weight.scales is None:
+        signed = (levels.int() - 128).to(torch.int8)
+        return {name: signed, f"{layer}.weight_scale": weight.factors[:, None].contiguous()}
+    return {
+        f"{layer}.weight_packed": packed_words(levels, weight.bits),
+        f"{layer}.weight_scale": weight.scales.float() * weight.factors[:, None],
+        f"{layer}.weight_shape": torch.tensor(tensor.shape),
+    }
+
+
+def _write_others(folder: Path, out: Path, names: dict[str, dict[str, int]], to: str) -> None:
+    """Write the index, config.json with the scheme, and copies of all other files."""
+    weights = {"model.safetensors.index.json", *names}
+    for file in folder.iterdir():
+        if file.is_file() and file.name not in weights:
+            shutil.copyfile(file, out / file.name)
+    if len(names) > 1:
+        total = sum(sum(sizes.values()) for sizes in names.values())
+        places = {name: file for file, sizes in names.items() for name in sizes}
+        _write(out / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": places})
+    config = json.loads((folder / "config.json").read_text())
+    separate = any("lm_head.weight_scale" in sizes for sizes in names.values())  # else the head is the embedding
+    scheme = _scheme(to) | {"ignore": [] if separate else ["lm_head"]}
+    _write(out / "config.json", config | {"quantization_config": scheme})
+
+
+def _scheme(to: str) -> dict[str, Any]:
+    """Return `quantization_config` in the format of compressed-tensors 0.20."""
+    from baton.engine.kernels.quantized import SCHEMES
+
+    bits, group = SCHEMES[to]
+    weights: dict[str, Any] = {"num_bits": bits, "type": "int", "symmetric": True}
+    weights |= {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
+    tokens = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized" if group else "int-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None if group else tokens}
+        },
+    }
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")

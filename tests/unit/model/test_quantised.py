@@ -1,0 +1,147 @@
+"""Models quantised while they load, and quantised checkpoints, against transformers with the widened weights."""
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationScheme, disable_quantization
+from safetensors.torch import load_file, save_file
+
+from baton.cli.setup.quantize import Bits
+from baton.cli.setup.quantize import quantize as write_copy
+from baton.engine.kernels.quantized import SCHEMES, Quantize, quantize
+from baton.engine.models.loading import load_model
+from baton.errors import CheckpointError, ConfigError
+from tests.unit.model.checkpoints import random_checkpoint
+from tests.unit.model.harness import greedy, prompts
+
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}  # in whole groups
+ROUTERS = (".mlp.gate", ".block_sparse_moe.gate")
+
+
+def widen(model: Any, name: str) -> None:
+    """Replace the weights of all linear layers and experts by their quantised values. Routers keep theirs."""
+
+    def widened(weight: torch.Tensor) -> torch.Tensor:
+        return quantize(weight, SCHEMES[name]).widened()
+
+    for path, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            if isinstance(module, torch.nn.Linear) and parameter.ndim == 2 and not path.endswith(ROUTERS):
+                parameter.copy_(widened(parameter))
+            elif path.endswith(".experts"):
+                parameter.copy_(torch.stack([widened(each) for each in parameter]))
+
+
+@pytest.mark.parametrize("level", ["none", "native"])
+@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe"])
+def test_logits_are_those_of_the_widened_weights(family: str, name: Quantize, level: str, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("BATON_CPU_LEVEL", level)
+    reference = random_checkpoint(tmp_path, family)
+    backend, plain = load_model(tmp_path, quantize=name), load_model(tmp_path)
+    assert backend.fingerprint != plain.fingerprint
+    widen(reference, name)
+    for row in greedy(backend, prompts((1, 9, 40)), 6, Random(3)):
+        expected = reference(torch.tensor([row.tokens[:-1]])).logits[0]
+        scale = expected.std().item()
+        # Compiled kernels round activations to int8 too. The models are random, so errors do not cancel.
+        bound = 1e-4 if backend.model.kernels.name == "torch" else 0.25
+        for position, logits in row.logits.items():
+            assert (logits - expected[position]).std().item() < bound * scale
+
+
+def compress(folder: Path, form: str, weights: dict[str, Any], reference: Any) -> None:
+    """Rewrite a checkpoint in a format of compressed-tensors by its own compressor. `reference` gets the weights of
+    its decompressor.
+    """
+    scheme = QuantizationScheme.model_validate({"targets": ["Linear"], "weights": weights})
+    compressor, tensors = BaseCompressor.get_value_from_registry(form), load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        weight, layer = tensors.pop(name), name.removesuffix("weight")
+        grouped = weight.unflatten(1, (-1, weights.get("group_size", weight.shape[1])))
+        low, high = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
+        if weights["symmetric"]:
+            scale, zero = torch.maximum(-low, high) / (2 ** (weights["num_bits"] - 1) - 1), torch.zeros(low.shape)
+        else:
+            scale = (high - low) / (2 ** weights["num_bits"] - 1)
+            zero = (-low / scale).round() - 2 ** (weights["num_bits"] - 1)
+        state = {"weight": weight, "weight_scale": scale.half().float(), "weight_zero_point": zero.to(torch.int8)}
+        packed = compressor.compress(state, scheme)
+        reference.get_parameter(name).copy_(compressor.decompress(packed, scheme)["weight"])
+        tensors |= {layer + part: value for part, value in packed.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    section = {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
+
+
+def check_equal(folder: Path, reference: Any, bound: float = 1e-4) -> None:
+    for row in greedy(load_model(folder), prompts((1, 9, 40)), 6, Random(3)):
+        expected = reference(torch.tensor([row.tokens[:-1]])).logits[0]
+        for position, logits in row.logits.items():
+            assert (logits - expected[position]).std() < bound * expected.std()
+
+
+FORMATS: list[tuple[str, dict[str, Any]]] = [
+    ("int-quantized", {"num_bits": 8, "strategy": "channel", "symmetric": True}),
+    ("pack-quantized", {"num_bits": 8, "strategy": "group", "group_size": 32, "symmetric": True}),
+    ("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": True}),
+    ("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False}),
+    ("pack-quantized", {"num_bits": 4, "strategy": "channel", "symmetric": False}),
+]
+
+
+@pytest.mark.parametrize(("form", "weights"), FORMATS, ids=str)
+def test_checkpoints_of_compressed_tensors(form: str, weights: dict[str, Any], tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("BATON_CPU_LEVEL", "none")
+    reference = random_checkpoint(tmp_path, "qwen2", **SIZES)
+    compress(tmp_path, form, weights | {"type": "int"}, reference)
+    check_equal(tmp_path, reference)
+
+
+@pytest.mark.parametrize("bits", list(Bits))
+@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
+def test_a_quantised_copy(bits: Bits, tied: bool, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("BATON_CPU_LEVEL", "none")
+    random_checkpoint(tmp_path / "m", "llama", shard="40KB", tie_word_embeddings=tied, **SIZES)
+    write_copy(tmp_path / "m", tmp_path / "copy", bits)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "copy").eval().requires_grad_(False)
+    reference.apply(disable_quantization)  # of activations
+    check_equal(tmp_path / "copy", reference)
+    with pytest.raises(ConfigError, match="exists already"):
+        write_copy(tmp_path / "m", tmp_path / "copy", bits)
+    with pytest.raises(ConfigError, match="not quantised"):
+        write_copy(tmp_path / "copy", tmp_path / "again", bits)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"format": "float-quantized"}, "format must be"),
+        ({"config_groups": {}}, "config_groups must have one entry"),
+        ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        ({"weights": {"num_bits": 3}}, "num_bits"),
+        ({"weights": {"group_size": 48}}, "group_size"),
+        ({"weights": {"strategy": "tensor"}}, "strategy"),
+        ({"weights": {"actorder": "group"}}, "actorder"),
+        ({"input_activations": {"num_bits": 8, "type": "float"}}, "input_activations: type"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_other_schemes_are_rejected_by_name(change: dict[str, Any], named: str, tmp_path: Path):
+    random_checkpoint(tmp_path, "llama", **SIZES)
+    group: dict[str, Any] = {"targets": ["Linear"]}
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32} | change.pop("weights", {})
+    group |= {"weights": weights, "input_activations": change.pop("input_activations", None)}
+    section = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": section | change}))
+    with pytest.raises(CheckpointError, match=named):
+        load_model(tmp_path)
