@@ -2,7 +2,7 @@
  * order, and groups are added in one order. So the bits of a row depend neither on other rows nor on the processor.
  *
  * Weights are stored without sign (`offset` is added) in panels of 16 outputs. A panel has 64 bytes for each 4 steps of
- * K: 4 bytes of each output. With 4 bits these are 8 steps, 4 in the low half of each byte and 4 in the high half. */
+ * K: 4 bytes of each output. Levels of 4 bits take 8 steps: 4 in the low half of each byte and 4 in the high half. */
 #include "common.h"
 
 #define PANEL 16

@@ -90,8 +90,8 @@ class CompiledQuantized:
 
 
 def packed(weight: QuantizedWeight) -> Tensor:
-    """Return the levels in panels of 16 outputs: uint8 [panels, padded / 4, 16, 4]. With 4 bits, a byte has the levels
-    of inputs i (low half) and i + 4 of eight: [panels, padded / 8, 16, 4].
+    """Return the levels in panels of 16 outputs: uint8 [panels, padded / 4, 16, 4]. In 4 bits, a byte has the levels of
+    inputs i (low half) and i + 4 of eight: [panels, padded / 8, 16, 4].
     """
     levels = F.pad(weight.levels, (0, 0, 0, -weight.n % PANEL))
     panels = len(levels) // PANEL
