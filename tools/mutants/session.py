@@ -229,6 +229,7 @@ class _Running:
 def _functions(root: Path) -> Functions:
     """Return all live functions of the product, by file, qualified name and first line."""
     found: Functions = defaultdict(list)
+    gc.unfreeze()  # the list lacks frozen objects, and the process may have frozen what it imported
     for each in gc.get_objects():
         if type(each) is types.FunctionType and each.__code__.co_filename.startswith(str(root)):
             code = each.__code__
