@@ -21,7 +21,7 @@ from benchmarks.lib.thinking_prompts import Load
 from router.placement.policy import POLICIES
 
 PROGRAMS = sorted((ROOT / "benchmarks").glob("*.py"))
-PAGES = "determinism disaggregation engine local-prefill overload router simulator thinking transfer".split()
+PAGES = "determinism disaggregation engine local-prefill overload quantized router simulator thinking transfer".split()
 PAGE_OF = {name: name for name in PAGES} | dict.fromkeys(("disaggregation-1b", "disaggregation-vllm"), "disaggregation")
 PAGE_OF |= dict.fromkeys(("soak-soak", "soak-control"), "faults")
 slow = pytest.mark.slow
@@ -59,6 +59,15 @@ def test_choose_has_a_figure_for_each_policy() -> None:
     _, last = run("choose", "--quick", "--workers", "100", "--blocks", "3000")
     assert min(last["ratios"].values()) > 0
     assert {name.split(",")[0] for name in last["ratios"]} == {*POLICIES, "naming", "report"}
+
+
+@slow
+@program_run
+def test_quantized_has_a_figure_for_each_point(tmp_path: Path) -> None:
+    text, last = run("quantized", "--tiny", "--rounds", "1", "--cache", str(tmp_path))
+    assert min(last["ratios"].values()) > 0
+    assert len(last["ratios"]) == 8
+    assert "level " in text
 
 
 @slow
