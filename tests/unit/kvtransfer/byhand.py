@@ -195,9 +195,11 @@ class Call:
         self.receiver.table.wait_for(("aborted", JOB.handoff))
 
     def welcomed(self) -> Call:
+        ends = self.receiver.channels.ends
+        before = len(ends)
         self.hello()
         assert self.hear() == "welcome"
-        self._control_socket = self.receiver.end.ours
+        self._control_socket = eventually(lambda: ends[before:])[0].ours  # opened at some time after the welcome
         if self._control_socket is not None:
             threading.Thread(target=self._listen, args=(self._control_socket,), daemon=True).start()
         return self
