@@ -7,7 +7,7 @@
 
 #define PANEL 16
 #define QUAD 4 /* steps of K in one 32-bit lane */
-#define VECTORS (PANEL / QLANES) /* of one panel */
+#define Q_VECTORS (PANEL / QLANES) /* of one panel */
 
 #if defined(__AVX512VNNI__)
 #define QLANES 16
@@ -177,7 +177,7 @@ INLINE void q_tile(const product_args *a, long m, long p, const int mr, const in
             const uint8_t *here = w + at / step * 64;
             ints wv[QWIDE];
 #pragma GCC unroll 8
-            for (int j = 0; j < nv; j++) wv[j] = q_load(here + j / VECTORS * panel_bytes + j % VECTORS * (64 / VECTORS));
+            for (int j = 0; j < nv; j++) wv[j] = q_load(here + j / Q_VECTORS * panel_bytes + j % Q_VECTORS * (64 / Q_VECTORS));
             if (bits == 8) {
 #pragma GCC unroll 8
                 for (int j = 0; j < nv; j++) wv[j] = q_weight8(wv[j]);
@@ -204,7 +204,7 @@ INLINE void q_tile(const product_args *a, long m, long p, const int mr, const in
         }
 #pragma GCC unroll 8
         for (int j = 0; j < nv; j++) {
-            const long of = ((p + j / VECTORS) * groups + g) * PANEL + j % VECTORS * QLANES;
+            const long of = ((p + j / Q_VECTORS) * groups + g) * PANEL + j % Q_VECTORS * QLANES;
             const floats scale = a->groups ? f_half(a->groups + of) : f_set(1.0f);
 #pragma GCC unroll 8
             for (int i = 0; i < mr; i++) {
@@ -223,20 +223,20 @@ INLINE void q_tile(const product_args *a, long m, long p, const int mr, const in
             const floats factor = f_mul(f_load(a->factors + n), f_set(a->scales[m + i]));
             f_store(out + j * QLANES, f_fma(total[i][j], factor, a->bias ? f_load(a->bias + n) : f_zero()));
         }
-        for (int b = 0; b < nv / VECTORS; b++) put_panel(a, m + i, p + b, out + b * PANEL);
+        for (int b = 0; b < nv / Q_VECTORS; b++) put_panel(a, m + i, p + b, out + b * PANEL);
     }
 }
 
 /* All rows with panels [p, end). Few variants, because each takes a second to compile. */
 INLINE void q_panels(const product_args *a, long p, long end, const int bits) {
-    for (; p + QWIDE / VECTORS <= end; p += QWIDE / VECTORS) {
+    for (; p + QWIDE / Q_VECTORS <= end; p += QWIDE / Q_VECTORS) {
         long m = 0;
         for (; m + QROWS <= a->rows; m += QROWS) q_tile(a, m, p, QROWS, QWIDE, bits);
         for (; m + 2 <= a->rows; m += 2) q_tile(a, m, p, 2, QWIDE, bits);
         if (m < a->rows) q_tile(a, m, p, 1, QWIDE, bits);
     }
     for (; p < end; p++)
-        for (long m = 0; m < a->rows; m++) q_tile(a, m, p, 1, VECTORS, bits);
+        for (long m = 0; m < a->rows; m++) q_tile(a, m, p, 1, Q_VECTORS, bits);
 }
 
 static void q_panels8(const product_args *a, long p, long end) { q_panels(a, p, end, 8); }
