@@ -170,10 +170,8 @@ async def test_a_stream_goes_on_after_each_of_its_events(two, form, monkeypatch)
     assert two.cluster.prefill[0].count("prefill") == 2 * body.get("n", 1), "nothing is computed again"
 
 
-@pytest.mark.parametrize("form", FORMS)
-async def test_a_gateway_goes_on_by_itself(two, form):
-    """Its clients see the events of a router that lives. The first of its routers cannot be reached."""
-    path, body, most = FORMS[form]
+async def without_and_with_a_loss(two, path, body, most):
+    """Return the events of a request through a gateway, and those of the same one whose router is lost after `most`."""
     gateway = HttpServer("127.0.0.1:0", GatewaySettings())
     await gateway.start(f"127.0.0.1:1,{two.router.grpc}")
     try:
@@ -186,6 +184,14 @@ async def test_a_gateway_goes_on_by_itself(two, form):
             seen += [event async for event in events]
     finally:
         await gateway.stop(0)
+    return whole, seen
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_a_gateway_goes_on_by_itself(two, form):
+    """Its clients see the events of a router that lives. The first of its routers cannot be reached."""
+    path, body, most = FORMS[form]
+    whole, seen = await without_and_with_a_loss(two, path, body, most)
     assert anonymous(seen) == anonymous(whole)
     assert two.cluster.prefill[0].count("prefill") == 2 * body.get("n", 1), "nothing is computed again"
 
@@ -199,18 +205,7 @@ def choices_of(events):
 @pytest.mark.parametrize("form", NAMELESS)
 async def test_a_gateway_goes_on_by_itself_also_where_events_have_no_ids(two, form):
     body, most = NAMELESS[form]
-    gateway = HttpServer("127.0.0.1:0", GatewaySettings())
-    await gateway.start(f"127.0.0.1:1,{two.router.grpc}")
-    try:
-        whole = await all_events(gateway.address, "completions", body)
-        two.decode.hold(HELD)
-        async with streamed(gateway.address, "completions", body) as answer:
-            events = events_of(answer)
-            seen = [await anext(events) for _ in range(most)]
-            await two.lose()
-            seen += [event async for event in events]
-    finally:
-        await gateway.stop(0)
+    whole, seen = await without_and_with_a_loss(two, "completions", body, most)
     assert not [event for event in seen if event.startswith(b"id:")]
     assert choices_of(seen) == choices_of(whole)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from baton.errors import ConfigError
+from baton.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,7 @@ To = Annotated[Bits, typer.Option(help="int8: one scale per output; int4: one pe
 
 
 def quantize(folder: Path, out: Path, to: To = Bits.int8) -> None:
-    """Write a quantised copy of a checkpoint. Baton, vLLM and transformers read it, with the weights in 8 or 4 bits."""
+    """Write a copy of a checkpoint with weights in 8 or 4 bits. Baton and transformers read it."""
     from baton.engine.models.checkpoint import weight_files
     from baton.engine.models.config import read_config
 
@@ -46,17 +46,17 @@ def quantize(folder: Path, out: Path, to: To = Bits.int8) -> None:
     try:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-        files = weight_files(folder)
-        names = {file.name: _convert(file, part / file.name, to.value) for file in files}
+        names = {file.name: _convert(file, part / file.name, to.value) for file in weight_files(folder)}
         _write_others(folder, part, names, to.value)
         if out.exists():
             out.rmdir()
         part.rename(out)
     except OSError as error:
-        shutil.rmtree(part, ignore_errors=True)
         raise ConfigError(f"{out}: cannot write there: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)  # gone unless something failed
     size, before = (sum(file.stat().st_size for file in weight_files(one)) for one in (out, folder))
-    typer.echo(f"{out} has {size / 1e9:.2f} GB of weights instead of {before / 1e9:.2f} GB")
+    typer.echo(f"{out} has {size / 1e6:,.1f} MB of weights instead of {before / 1e6:,.1f} MB")
 
 
 def _convert(source: Path, target: Path, to: str) -> dict[str, int]:
@@ -65,9 +65,12 @@ def _convert(source: Path, target: Path, to: str) -> dict[str, int]:
     from safetensors.torch import save_file
 
     tensors: dict[str, Tensor] = {}
-    with safe_open(source, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118  (not a mapping: it has no iterator)
-            tensors |= _converted(name, file.get_tensor(name), to)
+    try:
+        with safe_open(source, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  (not a mapping: it has no iterator)
+                tensors |= _converted(name, file.get_tensor(name), to)
+    except SafetensorError as error:
+        raise CheckpointError(f"{source}: not a complete safetensors file: {error}") from error
     try:
         save_file(tensors, target, metadata={"format": "pt"})
     except SafetensorError as error:

@@ -119,6 +119,11 @@ def test_a_quantised_copy(bits: Bits, tied: bool, tmp_path: Path, monkeypatch):
         write_copy(tmp_path / "m", tmp_path / "copy", bits)
     with pytest.raises(ConfigError, match="not quantised"):
         write_copy(tmp_path / "copy", tmp_path / "again", bits)
+    (tmp_path / "m" / "model.safetensors.index.json").unlink()
+    (tmp_path / "m" / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(CheckpointError, match="not a complete safetensors file"):
+        write_copy(tmp_path / "m", tmp_path / "again", bits)
+    assert {path.name for path in tmp_path.iterdir()} == {"m", "copy"}
 
 
 @pytest.mark.parametrize(
