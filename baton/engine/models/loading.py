@@ -107,7 +107,7 @@ def load_model(  # noqa: PLR0913  (all but one have a default)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
     config = read_config(folder)
-    _check_split(config, split)
+    _check(config, split, quantize, torch.device(device))
     length = _max_model_len(config, max_model_len)
     named = split is None or split.names_the_model
     checkpoint = Checkpoint(folder, progress, digests=named, quantised=config.quantised is not None)
@@ -135,7 +135,8 @@ def load_model(  # noqa: PLR0913  (all but one have a default)
     )
 
 
-def _check_split(config: ModelConfig, split: Split | None) -> None:
+def _check(config: ModelConfig, split: Split | None, quantize: Quantize, device: torch.device) -> None:
+    _check_device(config, quantize, device)
     if config.thinking is not None and split is not None:
         raise ConfigError("tensor_parallel must be 1 for a model with thinking states")
     if config.quantised is None:
@@ -144,6 +145,16 @@ def _check_split(config: ModelConfig, split: Split | None) -> None:
         raise ConfigError("tensor_parallel must be 1 for a quantised checkpoint")
     if config.experts is not None or config.latent is not None:
         raise CheckpointError(f"quantised weights of {config.family} are not supported; use model.quantize with others")
+
+
+def _check_device(config: ModelConfig, quantize: Quantize, device: torch.device) -> None:
+    """Reject quantised weights on GPUs, which get their weights later than they would be quantised."""
+    if device.type == "cpu":
+        return
+    if quantize != "none":
+        raise ConfigError(f"model.quantize: {quantize} is not supported on {device}, only on CPUs; use none")
+    if config.quantised is not None:
+        raise CheckpointError(f"a quantised checkpoint is not supported on {device}, only on CPUs")
 
 
 def _fingerprint(checkpoint: Checkpoint, config: ModelConfig, layout: KVLayout, quantize: Quantize) -> str:

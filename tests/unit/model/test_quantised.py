@@ -150,3 +150,12 @@ def test_other_schemes_are_rejected_by_name(change: dict[str, Any], named: str, 
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": section | change}))
     with pytest.raises(CheckpointError, match=named):
         load_model(tmp_path)
+
+
+def test_gpus_reject_quantised_weights_by_name(tmp_path: Path):
+    random_checkpoint(tmp_path / "m", "llama", **SIZES)
+    write_copy(tmp_path / "m", tmp_path / "copy")
+    with pytest.raises(ConfigError, match="quantize: int8 is not supported on cuda:0"):
+        load_model(tmp_path / "m", quantize="int8", device="cuda:0")
+    with pytest.raises(CheckpointError, match="not supported on cuda:0"):
+        load_model(tmp_path / "copy", device="cuda:0")
