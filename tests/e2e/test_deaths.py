@@ -53,7 +53,7 @@ def test_a_stream_survives_its_router(cluster):
     with cluster.client() as client:
         expected = client.generate("a survivor", **LONG)
     http = cluster.state().http
-    with cluster.client(max_retries=10) as client, client.stream("a survivor", **LONG) as stream:
+    with cluster.client(max_retries=100) as client, client.stream("a survivor", **LONG) as stream:
         read(stream, 50)
         cluster.kill("router")
         answer = stream.collect()

@@ -37,7 +37,7 @@ def statuses(cluster):
 
 
 def streams(cluster):
-    return Streams(cluster, [f"stream {number}" for number in range(STREAMS)], max_retries=10, **LONG)
+    return Streams(cluster, [f"stream {number}" for number in range(STREAMS)], max_retries=100, **LONG)
 
 
 @contextmanager
@@ -141,7 +141,7 @@ def test_one_goes_on_for_the_other(cluster):
     asked = streams(cluster)
     pid = cluster.kill("router-1")
     answers = asked.answers()
-    with cluster.client(max_retries=10) as client:
+    with cluster.client(max_retries=100) as client:
         for number in (0, STREAMS - 1):
             assert client.generate(f"stream {number}", **LONG).tokens == answers[number].tokens
     cluster.wait_replaced("router-1", pid)

@@ -140,7 +140,7 @@ def test_a_router_dies_in_mid_answer(cluster, client):
     prompt = f"{SENTENCE} heads. " * 3 + SENTENCE
     right = alone(prompt, 600, True, True)
     options = {"max_tokens": 600, "ignore_eos": True, "think_while_decoding": True, **GREEDY}
-    with cluster.client(max_retries=10) as patient, patient.stream(prompt, **options) as stream:
+    with cluster.client(max_retries=100) as patient, patient.stream(prompt, **options) as stream:
         read(stream, 5)
         pid = cluster.kill("router")
         assert said(stream.collect()) == right
