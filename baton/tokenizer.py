@@ -20,6 +20,8 @@ ORACLE_MODEL = "oracle"
 ORACLE_EOS = 256
 _CONTEXT_TOKENS = 8  # number of prompt tokens that can change the spelling of the first output tokens
 _INCOMPLETE = "\ufffd"
+_CHARACTER = 4  # UTF-8 bytes of a character, and its most tokens
+_MANY = 16  # tokens without final text; from then on, only the last ones may wait for the rest of a character
 _FEW = 1024  # ids that may be decoded while other threads wait
 _SPELLINGS = 1 << 16  # cached texts of short token sequences; the context of a stream is mostly one token
 
@@ -114,6 +116,8 @@ class _FolderTokenizer(Tokenizer):
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self.eos_ids = _read_eos_ids(folder)
         self._spelling = lru_cache(_SPELLINGS)(self.decode)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def encode(self, text: str) -> list[int]:
         return self._encode(text, special=True)
@@ -139,26 +143,48 @@ class _FolderTokenizer(Tokenizer):
         return text
 
     def stream(self, prompt: Sequence[int]) -> Detokenizer:
-        return _ContextStream(self.decode, self._spelling, tuple(prompt[-_CONTEXT_TOKENS:]))
+        return _ContextStream(self.decode, self._spelling, self._is_silent, tuple(prompt[-_CONTEXT_TOKENS:]))
+
+    def _is_silent(self, token_id: int) -> bool:
+        return token_id in self._special or token_id >= self.vocab_size
 
 
 class _ContextStream:
-    """Detokenizer that decodes new tokens after the last final ones, because spelling depends on neighbours."""
+    """Detokenizer that decodes new tokens after the last final ones, because spelling depends on neighbours. `silent`
+    tokens have no text and no effect on that of others. The time of a `push` does not grow with the stream.
+    """
 
-    def __init__(self, decode: _Decode, spelling: _Decode, prompt: tuple[int, ...]) -> None:
-        self._decode, self._spelling = decode, spelling
+    def __init__(
+        self, decode: _Decode, spelling: _Decode, silent: Callable[[int], bool], prompt: tuple[int, ...]
+    ) -> None:
+        self._decode, self._spelling, self._silent = decode, spelling, silent
         self._pending: tuple[int, ...] = ()
         self._context, self._known = prompt, decode(prompt)
         if self._known.endswith(_INCOMPLETE):  # the prompt ends within a character, which the output must not complete
             self._context, self._known = (), ""
 
     def push(self, token_id: int) -> str:
+        if self._silent(token_id):
+            return ""
         self._pending += (token_id,)
         text = self._decode(self._context + self._pending)
-        if len(text) <= len(self._known) or text.endswith(_INCOMPLETE):
-            return ""
+        if len(text) > len(self._known) and not text.endswith(_INCOMPLETE):
+            return self._take(len(self._pending), text)
+        return self._take_invalid(text) if len(self._pending) > _MANY else ""
+
+    def _take_invalid(self, text: str) -> str:
+        """Return the text before the last tokens that may belong to one character. Bytes before it are not UTF-8."""
+        last = len(self._pending) - _CHARACTER
+        for count in range(last, last - _CHARACTER, -1):  # one of these ends a character
+            first = self._decode(self._context + self._pending[:count])
+            if len(first) > len(self._known) and text.startswith(first):
+                return self._take(count, first)
+        return ""
+
+    def _take(self, count: int, text: str) -> str:
+        """Return the end of `text`, that of the context and of the first `count` pending tokens."""
         piece = text[len(self._known) :]
-        self._context, self._pending = self._pending, ()
+        self._context, self._pending = self._pending[:count], self._pending[count:]
         self._known = self._spelling(self._context)
         return piece
 

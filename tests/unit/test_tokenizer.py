@@ -50,6 +50,24 @@ def test_any_text_comes_back_at_once_and_streamed(tokenizer, text):
     assert "".join(map(stream.push, ids)) + stream.flush() == text
 
 
+@given(st.lists(st.sampled_from([0, 1, 5000, *range(2, 300)]), max_size=200), st.integers(0, 120))
+def test_no_token_waits_for_a_long_tail(folder, ids, invalid):
+    """Special tokens, ids beyond the vocabulary and bytes that are no text take the time of ordinary tokens."""
+    tokenizer, longest = load_tokenizer(folder), 0
+    [head] = tokenizer.encode("\U0001f600")[:1]
+    ids = [*ids, *[head] * invalid]
+    stream = tokenizer.stream([])
+
+    def decode(part):
+        nonlocal longest
+        longest = max(longest, len(part))
+        return tokenizer.decode(part)
+
+    stream._decode = decode
+    assert "".join(map(stream.push, ids)) + stream.flush() == tokenizer.decode(ids)
+    assert longest <= 40
+
+
 def test_prompt_that_ends_within_a_character(tokenizer):
     half = tokenizer.encode("é")[:1]
     if len(tokenizer.encode("é")) == 1:
