@@ -37,6 +37,7 @@ MAX_CALLS_PER_CONNECTION = 16384  # of gRPC; further calls wait in the client. A
 MAX_GRPC_CONNECTIONS = 8192  # of one listener, and at most an eighth of the process's open files
 MAX_HANDSHAKE_SECONDS = 20
 MAX_MESSAGE_SECONDS = 30  # of a call
+MAX_IDLE_SECONDS = 600  # of a gRPC connection without calls; the client connects again at its next call
 PUBLIC_RECEIVE_BYTES = 4 * 2**20  # Bytes of one message from the public network.
 INTERNAL_RECEIVE_BYTES = 64 * 2**20  # A prompt of a million tokens, or one step's tokens of a full worker
 SEND_BYTES = 64 * 2**20  # the receiver's limit decides

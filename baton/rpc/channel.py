@@ -25,6 +25,7 @@ from baton.limits import (
     MAX_CALLS_PER_CONNECTION,
     MAX_GRPC_CONNECTIONS,
     MAX_HANDSHAKE_SECONDS,
+    MAX_IDLE_SECONDS,
     PUBLIC_RECEIVE_BYTES,
     SEND_BYTES,
 )
@@ -80,6 +81,7 @@ def server_options(link: Link, *, share_port: bool = False) -> Options:
         ("grpc.max_concurrent_streams", MAX_CALLS_PER_CONNECTION),
         # By default, a silent connection is kept for two minutes. Further connections are closed immediately.
         ("grpc.server_handshake_timeout_ms", round(MAX_HANDSHAKE_SECONDS * 1000)),
+        ("grpc.max_connection_idle_ms", round(MAX_IDLE_SECONDS * 1000)),
         ("grpc.max_allowed_incoming_connections", min(MAX_GRPC_CONNECTIONS, max(1, open_files() // _FILES_SHARE))),
         # gRPC would cancel calls of a burst before a handler could queue or reject them: from 1000 on, or after 30 s.
         ("grpc.server.max_pending_requests", PENDING_CALLS),

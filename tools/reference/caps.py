@@ -92,6 +92,12 @@ CAPS: tuple[Cap, ...] = (
         "closed immediately; the client reports UNAVAILABLE and retries",
     ),
     Cap("time for the handshake of a gRPC connection, TLS included", limits.MAX_HANDSHAKE_SECONDS, "seconds", "closed"),
+    Cap(
+        "time without calls on a gRPC connection",
+        limits.MAX_IDLE_SECONDS,
+        "seconds",
+        "closed; the client connects again at its next call",
+    ),
     Cap("time for the message of a gRPC call", limits.MAX_MESSAGE_SECONDS, "seconds", "DEADLINE_EXCEEDED"),
     Cap(
         "calls on one gRPC connection",

@@ -87,6 +87,26 @@ async def test_silent_connections_are_limited_and_those_beyond_are_closed_at_onc
     await server.stop(None)
 
 
+async def test_a_connection_without_calls_ends_and_the_next_call_has_a_new_one(monkeypatch):
+    monkeypatch.setattr(channel, "MAX_IDLE_SECONDS", 0.3)
+    server = channel.aio_server()
+    health_pb2_grpc.add_HealthServicer_to_server(health_aio.HealthServicer(), server)
+    address = channel.bind(server, "127.0.0.1:0")
+    await server.start()
+    other = channel.aio_channel(address, link=channel.PUBLIC)  # equal channels would share a connection
+    async with channel.aio_channel(address) as busy, other as idle:
+        stubs: list[Any] = [health_pb2_grpc.HealthStub(one) for one in (busy, idle)]
+        watch = stubs[0].Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status
+        assert (await stubs[1].Check(health_pb2.HealthCheckRequest())).status
+        while (state := idle.get_state()) is grpc.ChannelConnectivity.READY:
+            await asyncio.wait_for(idle.wait_for_state_change(state), scaled(20))
+        assert busy.get_state() is grpc.ChannelConnectivity.READY
+        assert not watch.done()
+        assert (await stubs[1].Check(health_pb2.HealthCheckRequest())).status
+    await server.stop(None)
+
+
 @pytest.mark.parametrize("method", ["Check", "Watch"])
 async def test_a_call_whose_message_does_not_arrive_is_ended(monkeypatch, method):
     """Other calls of the connection go on, with whole messages, and so do calls whose message was in time."""
