@@ -17,10 +17,10 @@ from baton.rpc.v1 import inference_pb2 as pb
 from router.openai.choices import ChatFormat, ChoiceFormat, CompletionFormat, Json, ToolFormat
 from router.openai.schema import ChatBody, Common, CompletionBody, Message, Prompt, StreamOptions, Tool
 from router.openai.tool_calls import forced_schema
-from router.openai.upstream import EventId, Rename, wrong_id
+from router.openai.upstream import PROMPTS, EventId, Rename, wrong_id
 
 _SAMPLING = frozenset(common_pb2.Sampling.DESCRIPTOR.fields_by_name) - {"max_tokens", "top_k", "seed", "logit_bias"}
-_EVENT_ID = re.compile(r"([A-Za-z0-9_-]{1,64}):([0-9]{1,2}):([0-9]{1,9})", re.ASCII)
+_EVENT_ID = re.compile(r"([A-Za-z0-9_-]{1,64})((?:\+[A-Za-z0-9_-]{0,64})*):([0-9]{1,9}(?:\.[0-9]{1,9})*)", re.ASCII)
 _NAMES = {"cache_scope": "cache_salt", "client_tag": "user"}
 
 
@@ -40,19 +40,29 @@ class Job:
 
     @property
     def has_ids(self) -> bool:
-        """Whether events have ids. One id cannot name the places in several calls, nor in the order of thoughts."""
-        return self.stream and len(self.requests) == 1 and not self.thoughts
+        """Whether events have ids, which list all calls."""
+        return self.stream and len(self.requests) <= PROMPTS
+
+    @property
+    def slots(self) -> int:
+        """Numbers of events in an `EventId`."""
+        return len(self.requests) * self.n * (1 + self.thoughts) + 1
 
 
 def event_id(job: Job, value: str) -> EventId:
     """Return the event that the header `last-event-id` names. Raises InvalidRequest."""
     if not job.has_ids:
-        raise InvalidRequest(wrong_id(value, "only allowed with stream: true, for one prompt and without thoughts"))
-    found = _EVENT_ID.fullmatch(value)
-    if found is None or int(found[2]) >= job.n:
-        allowed = f"must be the id of an event, REQUEST:CHOICE:INDEX, with a choice from 0 to {job.n - 1}"
-        raise InvalidRequest(wrong_id(value, allowed))
-    return EventId(found[1], int(found[2]), int(found[3]))
+        raise InvalidRequest(wrong_id(value, f"only allowed with stream: true, for at most {PROMPTS} prompts"))
+    calls = len(job.requests)
+    if (found := _EVENT_ID.fullmatch(value)) is not None:
+        counts = tuple(map(int, found[3].split(".")))
+        names = tuple(found[2].split("+")[1:]) or (found[1],)
+        event = EventId(found[1], names, counts)
+        if len(names) == calls and len(counts) == job.slots and not any(event.lacks_name(i) for i in range(calls)):
+            return event
+    form = "REQUEST" if calls == 1 else f"REQUEST and {calls} times +REQUEST"
+    allowed = f"must be the id of an event of this request: {form}, a colon, and {job.slots} counts with dots between"
+    raise InvalidRequest(wrong_id(value, allowed))
 
 
 def chat_job(body: ChatBody, tool_form: str = "") -> Job:

@@ -6,9 +6,9 @@ import asyncio
 import re
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -115,7 +115,6 @@ class _Choice:
     tokens: int = 0
     reason: str = ""
     opened: bool = False
-    events: int = 0
     recorded: bool | None = None  # whether its decode worker can repeat it; None before its second token
 
 
@@ -168,9 +167,12 @@ class Answer:
     ) -> None:
         self.job, self._texts, self._metadata, self.measured = job, texts, metadata, measured
         self._model, self._created, self._after = model, int(time.time()), after
-        self._turns = _Turns(job.n) if job.has_ids else None
-        self._last = 0  # the choice that ended last
+        one = len(job.requests) == 1 and not job.thoughts
+        self._turns = _Turns(job.n) if job.has_ids and one else None  # then the rest has the same order, too
         self._has_ids = job.has_ids
+        self._counts = [0] * job.slots  # events: see `EventId`
+        self._received = after.counts if after is not None else tuple(self._counts)  # by the client before
+        self._names: Sequence[str] = ()
         self._choices = [_Choice() for _ in range(len(job.requests) * job.n)]
         self._usage = pb.Usage()
         self._prompts = [0] * len(job.requests)  # tokens
@@ -205,43 +207,51 @@ class Answer:
             if events:
                 quiet_since = now()
                 yield events
-        if self.job.usage and (usage := self._numbered(self._last, self._event([], **self._account()))):
+        if self.job.usage and (usage := self._numbered(-1, self._event([], **self._account()))):
             yield usage
-        yield self._numbered(self._last, _DONE) or _DONE
+        yield self._numbered(-1, _DONE) or _DONE
 
     def _in_turn(self, piece: _Piece) -> Iterator[bytes]:
         for found in [piece] if self._turns is None else self._turns.ordered(piece):
-            yield from (self._numbered(found.index, event) for event in self._written(found))
-            self._last = found.index if found.reason else self._last
+            yield from (self._numbered(slot, event) for slot, event in self._written(found))
 
-    def _numbered(self, index: int, event: bytes) -> bytes:
-        """Return the next event of a choice with its id, or nothing if the client has it. Events without an id follow
+    def _numbered(self, slot: int, event: bytes) -> bytes:
+        """Return an event of `_counts[slot]` with its id, or nothing if the client has it. Events without an id follow
         when the stream cannot be repeated any more; the first one then withdraws the last id.
         """
-        number = self._choices[index].events
-        self._choices[index].events += 1
-        if self._after is not None:
-            self._after = None if (index, number) == (self._after.choice, self._after.index) else self._after
+        self._counts[slot] += 1
+        if self._counts[slot] <= self._received[slot]:
             return b""
         if not self._has_ids:
             return event
         self._has_ids = all(choice.recorded is not False for choice in self._choices)
-        return (f"id: {self._id}:{index}:{number}\n" if self._has_ids else "id:\n").encode() + event
+        return (f"id: {self._place()}\n" if self._has_ids else "id:\n").encode() + event
 
-    def _written(self, piece: _Piece) -> list[bytes]:
-        """Return the events for this piece; the format may hold text back for later pieces."""
+    def _place(self) -> EventId:
+        """Return the place after the events so far."""
+        place = EventId(self._id, tuple(self._names), tuple(map(max, self._counts, self._received)))
+        return replace(place, names=tuple(name if place.begun(i) else "" for i, name in enumerate(place.names)))
+
+    def _written(self, piece: _Piece) -> list[tuple[int, bytes]]:
+        """Return the events for this piece, each with its slot; the format may hold text back for later pieces. Tokens
+        and thoughts of a choice have no common order.
+        """
         form, choice, index = self.job.format, self._choices[piece.index], piece.index
+        slot, choices = index * (1 + self.job.thoughts), list[Json]()
         opening = None if choice.opened else form.opening(index)
-        opened = [self._event([opening], usage=self._so_far(index))] if opening else []
+        found = [(slot, self._event([opening], usage=self._so_far(index)))] if opening else []
         choice.opened = True
         choice.tokens = piece.tokens or choice.tokens
-        choices: list[Json] = [form.thought(index, piece.thought)] if piece.thought else []
         if piece.text or piece.scored:
             choices += form.piece(index, piece.text, piece.scored, choice.offset)
             choice.offset += sum(len(each.text) for each in piece.scored or ())
         if piece.reason:
             choices += form.ending(index, piece.reason)
-        return opened + [self._event([each], usage=self._so_far(index)) for each in choices]
+        found += [(slot, self._event([each], usage=self._so_far(index))) for each in choices]
+        if piece.thought:
+            thought = self._event([form.thought(index, piece.thought)], usage=self._so_far(index))
+            found.append((slot + 1, thought))
+        return found
 
     async def _pieces(self, streams: Streams, keep_alive_s: float | None) -> AsyncIterator[list[_Piece]]:
         """Yield the pieces of each message; none after `keep_alive_s` of silence. Raises BatonError, also for an answer
@@ -256,7 +266,8 @@ class Answer:
             if found is None:
                 break
             if not self._id:
-                self._begin(streams.request_id or found[1].request_id)
+                self._begin(self._after.answer if self._after else streams.request_id or found[1].request_id)
+                self._names = streams.names
             if added := await self._added(*found):
                 yield added
         if not all(choice.reason for choice in self._choices):

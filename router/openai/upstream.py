@@ -36,7 +36,7 @@ from baton.tracing.trace import TRACEPARENT, TraceContext
 _UNARY_S = 60.0  # In a burst, the router takes a while to take a call.
 _HEALTH_S = 10.0
 _FRESH_S = 5.0  # Age from which the served model is asked for again.
-_PROMPTS = 16  # Concurrent prompts of one HTTP request; a long list must not fill the router's queue.
+PROMPTS = 16  # Concurrent prompts of one HTTP request; a long list must not fill the router's queue.
 _WAITING = 64  # Buffered events; beyond that flow control stops the router.
 _RETRIES = 2  # of a call before its first event, as in the SDK
 _RESUMES = 10  # without a new token; 16 s on average, about half of the time for which a worker continues a stream
@@ -221,14 +221,26 @@ def bytes_of(text: str) -> list[int] | None:
 
 @dataclass(frozen=True, slots=True)
 class EventId:
-    """The id of an event of a stream: the `index`-th of this choice."""
+    """The place of an event in a stream. `answer` is the id of the answer. `names` are the router's ids of its calls,
+    or "" for a call without an event so far. `counts` are the numbers of events so far: of each choice, perhaps each
+    followed by that of its thoughts, and of the end.
+    """
 
-    request: str
-    choice: int
-    index: int
+    answer: str
+    names: tuple[str, ...]
+    counts: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"{self.request}:{self.choice}:{self.index}"
+        more = "".join(f"+{name}" for name in self.names) if self.names[1:] else ""
+        return f"{self.answer}{more}:{'.'.join(map(str, self.counts))}"
+
+    def begun(self, call: int) -> bool:
+        """Return whether a call had events."""
+        slots = (len(self.counts) - 1) // len(self.names)
+        return any(self.counts[call * slots : (call + 1) * slots])
+
+    def lacks_name(self, call: int) -> bool:
+        return self.begun(call) and not self.names[call]
 
 
 def wrong_id(value: str, allowed: str) -> Violation:
@@ -239,8 +251,8 @@ def wrong_id(value: str, allowed: str) -> Violation:
 class _Received:
     """The part of an answer that has arrived, and so the messages that continue it."""
 
-    def __init__(self, request: pb.GenerateRequest, after: EventId | None, upstream: Upstream) -> None:
-        self._request, self._repeats, self._upstream = request, after, upstream
+    def __init__(self, request: pb.GenerateRequest, repeats: str, upstream: Upstream) -> None:
+        self._request, self._repeats, self._upstream = request, repeats, upstream
         self.attempts = upstream.attempts(_RETRIES)
         self.name = ""  # the request id; set by the first event
         self.resumable = False
@@ -250,9 +262,9 @@ class _Received:
 
     def call(self, stub: Stub, metadata: Metadata) -> Call:
         """Return the call for the missing part: all of a new stream, of a recorded one, or the rest."""
-        if not self.name and self._repeats is None:
+        name = self.name or self._repeats
+        if not name:
             return stub.Generate(self._request, metadata=metadata)
-        name = self.name or (self._repeats.request if self._repeats else "")
         message = pb.ResumeRequest(request_id=name, request=self._request, system_fingerprint=self._fingerprint)
         message.exact = not self.name
         message.received.extend(common_pb2.TokenIds(ids=self._ids[i]) for i in range(self._request.n or 1))
@@ -319,9 +331,9 @@ class Waiting:
 
 
 class Streams:
-    """Several Generate calls as one stream of (call number, event). Leaving the context cancels running calls. The one
-    call repeats the stream of `after` instead, if that is set. `rename(number, name)` maps field names in errors to
-    those of the HTTP request. `leave` is called after the first event, and perhaps again.
+    """Several Generate calls as one stream of (call number, event). Leaving the context cancels running calls. Calls
+    that had begun at `after` repeat their streams instead. `rename(number, name)` maps field names in errors to those
+    of the HTTP request. `leave` is called after the first event, and perhaps again.
     """
 
     def __init__(
@@ -336,10 +348,15 @@ class Streams:
         self._upstream, self._requests, self._metadata, self._rename = upstream, requests, metadata, rename
         self._after, self.leave = after, leave
         self._events: asyncio.Queue[Event | BatonError | None] = asyncio.Queue(_WAITING)
-        self._slots = asyncio.Semaphore(_PROMPTS)
+        self._slots = asyncio.Semaphore(PROMPTS)
         self._tasks: list[asyncio.Task[None]] = []
         self._left = len(requests)
-        self.request_id = ""  # the router's id of the first call, once received
+        self.names = [""] * len(requests)  # the router's ids of the calls, once received
+        self._named = asyncio.Event()  # set with the first name; no event comes before, because all contain it
+
+    @property
+    def request_id(self) -> str:
+        return self.names[0]
 
     async def __aenter__(self) -> Self:
         self._tasks = [asyncio.create_task(self._run(i, each)) for i, each in enumerate(self._requests)]
@@ -373,9 +390,13 @@ class Streams:
             await self._events.put(for_client(error))
         else:
             await self._events.put(None)
+        finally:
+            if number == 0:
+                self._named.set()
 
     async def _pump(self, number: int, request: pb.GenerateRequest) -> None:
-        received = _Received(request, self._after, self._upstream)
+        repeats = self._after.names[number] if self._after is not None and self._after.begun(number) else ""
+        received = _Received(request, repeats, self._upstream)
         while not await self._read(number, received):
             pass
 
@@ -391,6 +412,7 @@ class Streams:
                 last = event.WhichOneof("event") or ""
                 self.leave()
                 if received.is_new(event):
+                    await self._named.wait()
                     await self._events.put((number, event))
         except aio.AioRpcError as failure:
             self._name(number, request_id_of(failure))
@@ -407,8 +429,10 @@ class Streams:
         return False
 
     def _name(self, number: int, found: str | bytes | None) -> None:
+        if found:
+            self.names[number] = str(found)
         if number == 0 and found:
-            self.request_id = str(found)
+            self._named.set()
 
     def _renamed(self, number: int, error: BatonError) -> BatonError:
         if not isinstance(error, InvalidRequest):

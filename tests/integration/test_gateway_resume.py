@@ -48,7 +48,7 @@ FORMS: dict[str, tuple[str, dict[str, Any], int]] = {  # path, body, and events 
     "tools": ("chat/completions", {"messages": HELLO, "tools": TOOLS}, 3),
     "thinking": ("completions", {"prompt": THOUGHT, "think_while_decoding": True}, 7),
 }
-NAMELESS: dict[str, tuple[dict[str, Any], int]] = {  # requests whose events have no ids
+UNORDERED: dict[str, tuple[dict[str, Any], int]] = {  # requests with parts whose order the machine decides
     "prompts": ({"prompt": [[1, 2], [3, 4]], "n": 2}, 4 * 7),
     "thoughts": ({"prompt": THOUGHT, "thoughts": True, "think_while_decoding": True}, 5 + 7),
 }
@@ -78,7 +78,7 @@ class Two:
 
     async def cut(self, form, **options):
         """Return the events of a stream until its router is lost."""
-        path, body, most = FORMS[form]
+        path, body, most = FORMS[form] if form in FORMS else ("completions", *UNORDERED[form])
         self.decode.hold(HELD)
         async with streamed(self.router.http, path, body, **options) as answer:
             events = events_of(answer)
@@ -164,8 +164,8 @@ async def test_a_stream_goes_on_after_each_of_its_events(two, form, monkeypatch)
     for at, event in enumerate(everything[:-1], 1):
         rest = await all_events(two.router.http, path, body, after=id_of(event))
         assert untimed(rest) == untimed(everything[at:])
-    last, name = id_of(everything[-1]), id_of(everything[-1]).split(":")[0]
-    for beyond in (last, f"{name}:0:999"):
+    last = id_of(everything[-1])
+    for beyond in (last, re.sub(r"\d+$", "999", last)):
         assert await all_events(two.router.http, path, body, after=beyond) == [b"data: [DONE]"]
     assert two.cluster.prefill[0].count("prefill") == 2 * body.get("n", 1), "nothing is computed again"
 
@@ -198,40 +198,76 @@ async def test_a_gateway_goes_on_by_itself(two, form):
 
 def choices_of(events):
     """Return the choices of these events by their index, first tokens and then thoughts, which have no common order."""
-    found = [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in events[:-1]]
-    return sorted(found, key=lambda choice: (choice["index"], "thoughts" in choice))
+    chunks = [json.loads(event.split(b"data: ")[1]) for event in events if not event.endswith(b"[DONE]")]
+    assert len({chunk["id"] for chunk in chunks}) <= 1
+    return sorted((chunk["choices"][0] for chunk in chunks), key=lambda found: (found["index"], "thoughts" in found))
 
 
-@pytest.mark.parametrize("form", NAMELESS)
-async def test_a_gateway_goes_on_by_itself_also_where_events_have_no_ids(two, form):
-    body, most = NAMELESS[form]
+@pytest.mark.parametrize("form", UNORDERED)
+async def test_a_gateway_goes_on_by_itself_also_where_the_order_is_open(two, form):
+    body, most = UNORDERED[form]
     whole, seen = await without_and_with_a_loss(two, "completions", body, most)
-    assert not [event for event in seen if event.startswith(b"id:")]
     assert choices_of(seen) == choices_of(whole)
 
 
-STRANGE = "0" * 32 + ":0:1"
+@pytest.mark.parametrize("form", UNORDERED)
+async def test_each_choice_goes_on_after_each_event_where_the_order_is_open(two, form):
+    path, body = "completions", UNORDERED[form][0]
+    whole = await all_events(two.router.http, path, body)
+    seen = await two.cut(form)
+    computed = two.cluster.prefill[0].count("prefill")
+    everything = seen + await all_events(two.router.http, path, body, after=id_of(seen[-1]))
+    assert choices_of(everything) == choices_of(whole)
+    assert len({id_of(event) for event in everything}) == len(everything) == len(whole)
+    for at, event in enumerate(everything[:-1], 1):
+        if "+:" not in id_of(event) and "++" not in id_of(event):  # each prompt has begun
+            rest = await all_events(two.router.http, path, body, after=id_of(event))
+            assert choices_of(everything[:at] + rest) == choices_of(whole)
+    assert two.cluster.prefill[0].count("prefill") == computed, "nothing is computed again"
+
+
+async def test_a_prompt_without_an_event_begins_with_the_resumed_stream(two):
+    """Its request is new, and the answer keeps its id."""
+    path, body = "completions", {"prompt": [[1, 2], [3, 4]]}
+    whole = await all_events(two.router.http, path, body)
+    answer = id_of(whole[0]).split("+")[0]
+    two.decode.hold(HELD)
+    async with streamed(two.router.http, path, {"prompt": body["prompt"][:1]}) as alone:
+        events = events_of(alone)
+        seen = [await anext(events) for _ in range(3)]
+        await two.lose()
+    begun = id_of(seen[-1]).split(":")[0]
+    rest = await all_events(two.router.http, path, body, after=f"{answer}+{begun}+:3.0.0")
+    assert choices_of(rest) == choices_of(whole)[3:]
+    assert id_of(rest[0]).startswith(f"{answer}+{begun}+")
+
+
+STRANGE = "0" * 32 + ":1.0"
+TWO = {"prompt": ["a", "b"]}
 PLAIN = {"prompt": [1, 2]}
 
 
 @pytest.mark.parametrize(
     ("value", "body", "says"),
     [
-        ("x", PLAIN, "REQUEST:CHOICE:INDEX, with a choice from 0 to 0"),
-        ("x" * 1000, PLAIN, "REQUEST:CHOICE:INDEX"),
-        ("a b:0:1", PLAIN, "REQUEST:CHOICE:INDEX"),
-        ("r:1:0", PLAIN, "a choice from 0 to 0"),
-        ("r:2:0", {**PLAIN, "n": 2}, "a choice from 0 to 1"),
+        ("x", PLAIN, "REQUEST, a colon, and 2 counts"),
+        ("x" * 1000, PLAIN, "REQUEST, a colon"),
+        ("a b:0.1", PLAIN, "REQUEST, a colon"),
+        ("r:1", PLAIN, "2 counts"),
+        ("r:1.0", {**PLAIN, "n": 2}, "3 counts"),
+        ("r:1.0", {**PLAIN, "thoughts": True}, "3 counts"),
         (STRANGE, {**PLAIN, "stream": False}, "only allowed with stream: true"),
-        (STRANGE, {"prompt": ["a", "b"]}, "one prompt"),
-        (STRANGE, {**PLAIN, "thoughts": True}, "without thoughts"),
+        (STRANGE, {"prompt": ["a"] * 17}, "at most 16 prompts"),
+        ("r:1.0.0", TWO, "2 times \\+REQUEST, a colon, and 3 counts"),
+        ("r+r:1.0.0", TWO, "2 times .REQUEST"),
+        ("r+r+:1.1.0", TWO, "2 times .REQUEST"),
         (STRANGE, PLAIN, "no worker keeps this stream; allowed is .* in the last 30 s, with the same body and API key"),
     ],
 )
 async def test_a_wrong_id_is_named(two, value, body, says):
     status, param, message = await refusal(two.router.http, "completions", body, after=value)
     assert (status, param) == (400, "last-event-id")
-    assert re.search(f"got '{value[:128]}', but .*{says}", message)
+    assert re.search(f"got '{re.escape(value[:128])}', but .*{says}", message)
     assert two.cluster.prefill[0].count("prefill") == 0
 
 
