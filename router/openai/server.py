@@ -107,16 +107,19 @@ class Gateway:
         with RequestMetrics(SystemClock(), self._settings.counts) as measured:
             self._waiting.check()  # before the body costs anything
             body = await read_body(request, CompletionBody, self._settings.max_body)
-            name = body.model or (await self._served.get(_metadata(request))).id
-            return self._answering(request, completion_job(body), name, measured)
+            with self._waiting.entered() as leave:
+                name = body.model or (await self._served.get(_metadata(request))).id
+                return self._answering(request, completion_job(body), name, measured, leave)
 
     async def chat(self, request: Request) -> Response:
         with RequestMetrics(SystemClock(), self._settings.counts) as measured:
             self._waiting.check()
             body = await read_body(request, ChatBody, self._settings.max_body)
-            asks = body.offered or not body.model
-            served = await self._served.get(_metadata(request)) if asks else pb.Model()
-            return self._answering(request, chat_job(body, served.tool_form), body.model or served.id, measured)
+            with self._waiting.entered() as leave:
+                asks = body.offered or not body.model
+                served = await self._served.get(_metadata(request)) if asks else pb.Model()
+                job = chat_job(body, served.tool_form)
+                return self._answering(request, job, body.model or served.id, measured, leave)
 
     async def models(self, request: Request) -> Response:
         found = await self._upstream.models(_metadata(request))
@@ -151,11 +154,13 @@ class Gateway:
     async def version(self, request: Request) -> Response:
         return _json({"version": self._settings.version})
 
-    def _answering(self, request: Request, job: Job, model: str, measured: RequestMetrics) -> Response:
+    def _answering(
+        self, request: Request, job: Job, model: str, measured: RequestMetrics, leave: Callable[[], None]
+    ) -> Response:
         metadata, given = _metadata(request), request.headers.getlist(LAST_EVENT_ID)
         after = event_id(job, ",".join(given)) if given else None
         answer = Answer(job, self._texts, metadata, measured, model=model, after=after)
-        streams = Streams(self._upstream, job.requests, metadata, job.rename, after, self._waiting.enter())
+        streams = Streams(self._upstream, job.requests, metadata, job.rename, after, leave)
         settings = self._settings
         return AnswerResponse(answer, streams, keep_alive_s=settings.keep_alive_s, stall_s=settings.stall_s)
 

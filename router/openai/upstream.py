@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self, TypeAlias, TypeVar
 
@@ -317,8 +318,11 @@ class Waiting:
             self._refused(error)
             raise error
 
-    def enter(self) -> Callable[[], None]:
-        """Count a request, until the returned function is called. Raises Overloaded."""
+    @contextmanager
+    def entered(self) -> Generator[Callable[[], None]]:
+        """Count a request with its whole body, until the given function is called or the context fails. So slow bodies
+        take no place, and the requests of a burst are counted before the first one waits. Raises Overloaded.
+        """
         self.check()
         self._count += 1
         entered = [self]
@@ -327,7 +331,11 @@ class Waiting:
             while entered:
                 entered.pop()._count -= 1
 
-        return leave
+        try:
+            yield leave
+        except BaseException:
+            leave()
+            raise
 
 
 class Streams:

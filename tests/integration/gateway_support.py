@@ -91,6 +91,8 @@ class FakeInference(Scripted):
         self.script: Script = two_words
         self.decoded: list[list[int]] = []
         self.running = self.listed = 0
+        self.naming = asyncio.Event()  # models are listed while it is set
+        self.naming.set()
 
     async def _events(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[Event]:
         self.running += 1
@@ -111,6 +113,7 @@ class FakeInference(Scripted):
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsReply:
         self.listed += 1
+        await self.naming.wait()
         self.metadata = dict(context.invocation_metadata())
         model = pb.Model(id="org/tiny", max_model_len=64, vocab_size=5, tool_form=self.tool_form)
         return pb.ListModelsReply(models=[model])

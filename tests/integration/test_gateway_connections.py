@@ -145,3 +145,19 @@ async def test_requests_that_the_router_has_not_accepted_are_limited():
         assert len(refused) == 2
         writer.close()
         last.close()
+
+
+async def test_a_request_that_waits_for_the_name_of_the_model_counts():
+    """A request with half a body does not."""
+    asked = ("POST", "/v1/completions", b'{"prompt": "x", "stream": true}')
+    async with alone(waiting=1) as gateway:
+        gateway.fake.naming.clear()
+        _, slow = await asyncio.open_connection(*gateway.address.split(":"))
+        slow.write(b"POST /v1/completions HTTP/1.1\r\nhost: x.localhost\r\ncontent-length: 90\r\n\r\n{")
+        _, writer = await opened(gateway.address, *asked)
+        await until(lambda: gateway.fake.listed == 1, "the router is asked for its model")
+        assert (await gateway.raw(*asked))[0] == 503
+        gateway.fake.naming.set()
+        await until(lambda: len(gateway.fake.requests) == 1, "the request reaches the router")
+        slow.close()
+        writer.close()
