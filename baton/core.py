@@ -263,28 +263,41 @@ class ThinkingState:
     thoughts: tuple[tuple[int, ...], ...] = ()
 
 
+SCALE_BYTES = 2  # of a head in int8 KV
+
+
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Shape of KV on one rank: each of `tensors` is `[layers, blocks, block_size, kv_heads, head_dim]` of `dtype`. They
-    are K and V, or with latent attention one tensor for both.
+    """Shape of KV on one rank: each of `tensors` is `[layers, blocks, block_size, kv_heads, head_width]` of `dtype`.
+    They are K and V, or with latent attention one tensor for both.
     """
 
     layers: int
     kv_heads: int
     head_dim: int
     block_size: int
-    dtype: str  # "float32" | "bfloat16" | "float16"
+    dtype: str  # "float32" | "bfloat16" | "float16" | "int8"
     tensors: tuple[str, ...] = ("k", "v")
 
     @property
     def itemsize(self) -> int:
         """Bytes of one element."""
-        return {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
+        return {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}[self.dtype]
+
+    @property
+    def head_width(self) -> int:
+        """Elements of one head of one position. In int8, its scale in bfloat16 follows its `head_dim` levels."""
+        return self.head_dim + (SCALE_BYTES if self.dtype == "int8" else 0)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one position in one layer of one of `tensors`."""
+        return self.kv_heads * self.head_width * self.itemsize
 
     @property
     def layer_token_bytes(self) -> int:
         """Bytes of one position in one layer, all `tensors` together."""
-        return len(self.tensors) * self.kv_heads * self.head_dim * self.itemsize
+        return len(self.tensors) * self.row_bytes
 
     @property
     def block_bytes(self) -> int:

@@ -42,7 +42,7 @@ class KVDigest:
 
     def __init__(self, layout: KVLayout) -> None:
         self._tensors = len(layout.tensors)
-        self._row_bytes = layout.kv_heads * layout.head_dim * layout.itemsize
+        self._row_bytes = layout.row_bytes
         columns = np.arange(1, -(-self._row_bytes // 8) + 1, dtype=np.uint64)
         self._factors = _mixed(columns) | np.uint64(1)
         self._sum = np.uint64(0)

@@ -259,6 +259,9 @@ class ModelConfig(Section):
     quantize: Literal["none", "int8", "int4"] = Field(
         default="none", description="round the weights of linear layers to 8 or 4 bits while loading"
     )
+    kv_dtype: Literal["auto", "int8"] = Field(
+        default="auto", description="KV, in the cache and in handoffs; auto means the model's dtype; int8 on CPUs only"
+    )
     max_model_len: PositiveInt | Auto = Field(
         default="auto", description="maximum length of prompt and answer; auto means the limit by model and kv_memory"
     )

@@ -78,7 +78,7 @@ class Engine:
             recompute_preempted=recompute_preempted,
         )
         max_blocks = self.layout.blocks_for(self.max_model_len)
-        self._thoughts = None if backend.thinker is None else Thoughts(backend.thinker, self.layout, total_blocks)
+        self._thoughts = None if backend.thinker is None else Thoughts(backend.thinker, total_blocks)
         self.inputs = Inputs(backend, max_batched_tokens, max_running, max_blocks)
         self._ordinary = OrdinaryForwards(self.inputs, self._thoughts)
         self._fixed = FixedForwards(backend, shapes, max_blocks, total_blocks, self._thoughts) if shapes else None

@@ -19,7 +19,12 @@ from baton.engine.memory.exposed import ExposedMemory, Shape
 from baton.engine.memory.huge_pages import Arena
 from baton.errors import ConfigError
 
-DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+}
 CPU_SHARE, CPU_CAP_BYTES = 0.2, 4 << 30  # of available memory, per worker, because several share a machine
 GPU_SHARE = 0.9  # after activations (`claim_activations`); the rest is for graphs, sampling, transfers
 CGROUP = Path("/sys/fs/cgroup")
@@ -39,7 +44,7 @@ class Mark(Protocol):
 
 
 class KVCache:
-    """Tensors of a KV layout, each `[layers, total_blocks, block_size, kv_heads, head_dim]`, on `device`. Latent
+    """Tensors of a KV layout, each `[layers, total_blocks, block_size, kv_heads, head_width]`, on `device`. Latent
     attention has only `k`, and `v` has no blocks. The wire order of layers x positions is, for each layer, K of all
     positions, then V of all. It has no blocks, so each side has its own block size. Not thread-safe: the block pool
     decides which component may access a block. `copy` replaces torch for contiguous CPU tensors. Other processes can
@@ -55,7 +60,7 @@ class KVCache:
         copy: CompiledBlockCopy | None = None,
         exposed: Exposed | None = None,
     ) -> None:
-        shape = (layout.layers, total_blocks, layout.block_size, layout.kv_heads, layout.head_dim)
+        shape = (layout.layers, total_blocks, layout.block_size, layout.kv_heads, layout.head_width)
         self.layout, self.total_blocks = layout, total_blocks
         self.device, self.exposed = torch.device(device), exposed
         if exposed is not None:
@@ -126,7 +131,7 @@ class KVCache:
                     span.copy(tensor[layer], part, write=write)
 
     def _pieces(self, layers: range, tokens: int, data: Tensor) -> Tensor:
-        """View `data` as [layers, tensors, tokens, kv_heads, head_dim]."""
+        """View `data` as [layers, tensors, tokens, kv_heads, head_width]."""
         nbytes = len(layers) * tokens * self.layout.layer_token_bytes
         if data.dtype != torch.uint8 or data.shape != (nbytes,):
             raise ValueError(f"need uint8 [{nbytes}], got {data.dtype} {list(data.shape)}")
@@ -217,7 +222,7 @@ def exposed_memory(layout: KVLayout, total_blocks: int, device: torch.device | s
 
 def tensors_in(memory: Tensor, layout: KVLayout, total_blocks: int) -> list[Tensor]:
     """Return the tensors of a cache as consecutive views of `memory`, uint8 [total_blocks * layout.block_bytes]."""
-    shape = (len(layout.tensors), layout.layers, total_blocks, layout.block_size, layout.kv_heads, layout.head_dim)
+    shape = (len(layout.tensors), layout.layers, total_blocks, layout.block_size, layout.kv_heads, layout.head_width)
     return list(memory[: math.prod(shape) * layout.itemsize].view(DTYPES[layout.dtype]).view(shape))
 
 

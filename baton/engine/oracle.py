@@ -59,7 +59,7 @@ class OracleBackend:
         self, layout: KVLayout | None = None, *, max_model_len: int = 2048, seed: int = 0, device: str = "cpu"
     ) -> None:
         self.layout = layout or oracle_layout()
-        position_bytes = self.layout.layer_token_bytes // len(self.layout.tensors)
+        position_bytes = self.layout.row_bytes
         if position_bytes % WORD_BYTES:
             raise ConfigError(f"the oracle needs whole 8-byte words for K of a position, got {position_bytes} bytes")
         self.name = "oracle"

@@ -17,9 +17,8 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from baton.core import KVLayout, SequenceSpec, ThinkingState, Thought
+from baton.core import SequenceSpec, ThinkingState, Thought
 from baton.engine.batch import Injection
-from baton.engine.kv_cache import DTYPES
 from baton.engine.models.thinking import Thinker
 from baton.engine.sequence import UNLIMITED, ScheduledSequence, SequencePolicy, VerifyWork
 from baton.engine.sequence import Sequence as Progress
@@ -125,8 +124,8 @@ def thinking_of(sequence: Progress) -> Thinking:
 class Thoughts:
     """Thinking of one engine. It reads and writes the tensors of `Thinking`."""
 
-    def __init__(self, thinker: Thinker, layout: KVLayout, total_blocks: int) -> None:
-        self._thinker, self._dtype, self._notes = thinker, DTYPES[layout.dtype], Notes(total_blocks)
+    def __init__(self, thinker: Thinker, total_blocks: int) -> None:
+        self._thinker, self._dtype, self._notes = thinker, thinker.zeros.dtype, Notes(total_blocks)
         self._size, self._width = thinker.config.chunk_size, thinker.hidden_size
 
     def begin(self, spec: SequenceSpec) -> Thinking:

@@ -60,7 +60,7 @@ class _Layout(_Model):
     kv_heads: _Size
     head_dim: _Size
     block_size: _Size
-    dtype: Literal["float32", "bfloat16", "float16"]
+    dtype: Literal["float32", "bfloat16", "float16", "int8"]
     tensors: Annotated[tuple[_Name, ...], Field(min_length=1, max_length=8)]
 
 

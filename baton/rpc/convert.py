@@ -65,7 +65,7 @@ def constraint_from_pb(message: inference.Constraint) -> Constraint:
 
 _REASONS = {reason: common.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
 _REASONS_BACK = {number: reason for reason, number in _REASONS.items()}
-_DTYPES = ("float32", "bfloat16", "float16")
+_DTYPES = ("float32", "bfloat16", "float16", "int8")
 _SAMPLING_LISTS = ("stop", "stop_token_ids", "logit_bias")
 _SAMPLING = tuple(field.name for field in fields(Sampling) if field.name not in {"logit_bias", "logprobs"})
 _SAMPLING_OF = attrgetter(*_SAMPLING)

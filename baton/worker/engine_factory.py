@@ -195,6 +195,8 @@ def load_backend(settings: WorkerSettings) -> ModelBackend:
     device = pick_device(settings.device, f"{settings.role.value}.device")
     _check_ranks(settings)
     if settings.model_path == ORACLE_MODEL:
+        if settings.kv_dtype != "auto":
+            raise ConfigError(f"model.kv_dtype: {settings.kv_dtype} is not supported for the oracle; use auto")
         return OracleBackend(oracle_layout(block_size_of(settings)), seed=settings.seed)
     # Imported late because the oracle needs no transformer.
     from baton.engine.models.config import read_config
@@ -221,6 +223,7 @@ def load_backend(settings: WorkerSettings) -> ModelBackend:
         progress=loading,
         attention_splits=settings.attention_splits,
         quantize=settings.quantize,
+        kv_dtype=settings.kv_dtype,
     )
     loading.finish(backend)
     return backend
@@ -297,7 +300,8 @@ def passes_path(settings: WorkerSettings) -> Path:
         here = machine().model, *sorted(machine().flags), f"{threads} threads"
     else:
         here = (torch.cuda.get_device_properties(torch.device(device)).name,)
-    facts = (model / "config.json").read_text(), settings.dtype, settings.quantize, f"{settings.tensor_parallel} ranks"
+    named = settings.dtype, settings.quantize, settings.kv_dtype, f"{settings.tensor_parallel} ranks"
+    facts = (model / "config.json").read_text(), *named
     return state_folder() / "profile" / f"{fingerprint((*facts, torch.__version__, *here))}-passes.json"
 
 

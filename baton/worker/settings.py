@@ -25,6 +25,7 @@ class WorkerSettings:
     model_path: str
     dtype: str
     quantize: Literal["none", "int8", "int4"]
+    kv_dtype: Literal["auto", "int8"]
     device: str
     tensor_parallel: int
     threads: int | None
@@ -63,8 +64,7 @@ def from_config(config: ClusterConfig, role: Role, worker_id: str, begins: Role 
     """Return the settings of a worker of this role. `redis.url` must name a running Redis by now. `begins` is the role
     of the pool that the worker runs in, which gives its addresses; default: `role`.
     """
-    pool, place = _pool(config, role), _pool(config, begins or role)
-    transfer = config.transfer
+    pool, place, transfer = _pool(config, role), _pool(config, begins or role), config.transfer
     return WorkerSettings(
         cluster=config.name,
         worker_id=worker_id,
@@ -74,6 +74,7 @@ def from_config(config: ClusterConfig, role: Role, worker_id: str, begins: Role 
         model_path=config.model.path,
         dtype=config.model.dtype,
         quantize=config.model.quantize,
+        kv_dtype=config.model.kv_dtype,
         device=pool.device,
         tensor_parallel=pool.tensor_parallel,
         threads=None if pool.threads == "auto" else pool.threads,

@@ -19,6 +19,7 @@ from benchmarks.lib.protocol import serve
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from baton.engine.kernels.kv_levels import KVDtype
     from baton.engine.kernels.quantized import Quantize
     from baton.engine.model_backend import ModelBackend
     from benchmarks.lib.protocol import Answer, Handler, Setup
@@ -51,8 +52,9 @@ class TimedBackend:
 class Subject:
     """The engine and the two measurements. Prompts never repeat, so caches cannot help."""
 
-    def __init__(self, setup: Setup, quantize: Quantize = "none") -> None:
-        self._backend = TimedBackend(load_model(setup.model, dtype=DTYPES[setup.dtype], quantize=quantize))
+    def __init__(self, setup: Setup, quantize: Quantize = "none", kv_dtype: KVDtype = "auto") -> None:
+        loaded = load_model(setup.model, dtype=DTYPES[setup.dtype], quantize=quantize, kv_dtype=kv_dtype)
+        self._backend = TimedBackend(loaded)
         blocks = self._backend.layout.blocks_for(setup.kv_tokens)
         self._engine = Engine(
             cast("ModelBackend", self._backend),

@@ -109,7 +109,7 @@ class OpenedPool:
         self._kv, self._copies, self._owner = kv, gpu.copies(), owner
         self._generations = MappedMemory(passed.file, Shape(passed.shape.blocks, 0)).generations
         self._address, self._pattern = address, address + passed.shape.kv_bytes
-        self._row = kv.layout.kv_heads * kv.layout.head_dim * kv.layout.itemsize  # bytes of a position in a plane
+        self._row = kv.layout.row_bytes
 
     def probe(self, number: int, nbytes: int) -> Tensor:
         """See `RemotePool`."""

@@ -235,7 +235,7 @@ class NixlPool:
     def _rectangle(self, spec: FrameSpec, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return addresses and bytes of the pieces of a frame, in wire order. Neighbouring blocks are one piece."""
         layout, first = self._layout, spec.begin // self.block_size * self.block_size
-        row = layout.layer_token_bytes // len(layout.tensors)
+        row = layout.row_bytes
         starts = np.concatenate([[0], np.flatnonzero(np.diff(blocks.astype(np.int64)) != 1) + 1])  # of runs of blocks
         begins = np.maximum(starts * self.block_size, spec.begin - first)  # in positions from `first` on
         ends = np.minimum(np.append(starts[1:], len(blocks)) * self.block_size, spec.end - first)

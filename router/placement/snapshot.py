@@ -195,7 +195,7 @@ def misfit(info: WorkerInfo, others: Sequence[WorkerInfo]) -> str:
         return ""
     other = others[0]
     for what, mine, theirs in (
-        ("dtype", info.layout.dtype, other.layout.dtype),
+        ("KV dtype", info.layout.dtype, other.layout.dtype),
         ("model", info.model, other.model),
         ("KV layout", info.layout.wire, other.layout.wire),
     ):

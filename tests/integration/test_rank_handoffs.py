@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from baton.engine.engine import Engine
+from baton.engine.kernels.kv_levels import KVDtype
 from baton.engine.kv_cache import KVCache
 from baton.engine.memory.exposed import MappedMemory
 from baton.engine.models.loading import load_model
@@ -37,7 +38,7 @@ from tests.unit.tp.support import copies
 
 pytestmark = pytest.mark.slow
 BLOCK, KV_HEADS = 8, 2
-Backends = Callable[[int], Any]
+Backends = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +51,11 @@ def backend_of(tmp_path_factory) -> Iterator[Backends]:
     with ExitStack() as stack:
 
         @cache
-        def loaded(size: int) -> Any:
+        def loaded(size: int, kv_dtype: KVDtype = "auto") -> Any:
             if size == 1:
-                return load_model(folder, block_size=BLOCK)
-            return stack.enter_context(closing(load_sharded(folder, Ranking(size, threads=1), block_size=BLOCK)))
+                return load_model(folder, block_size=BLOCK, kv_dtype=kv_dtype)
+            ranks = load_sharded(folder, Ranking(size, threads=1), block_size=BLOCK, kv_dtype=kv_dtype)
+            return stack.enter_context(closing(ranks))
 
         yield loaded
 
@@ -63,16 +65,17 @@ def layer_of(engine: Engine, layer: int, blocks: list[int], end: int) -> torch.T
 
 
 @pytest.mark.sample(3)
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("transport", ["shm", "gloo", "nixl"])
 @pytest.mark.parametrize(("sender", "receiver"), [pair for pair in SIZES if len({*pair}) == 2])
 def test_the_kv_and_the_tokens_are_those_of_one_process(
-    backend_of: Backends, transport: str, sender: int, receiver: int
+    backend_of: Backends, transport: str, sender: int, receiver: int, kv_dtype: KVDtype
 ) -> None:
     """Frames leave layer by layer, in chunks, while the ranks compute."""
     prompt = spec_of(numbers(random.Random(7), 60), max_tokens=8)
-    expected = run(engine_of(backend_of(1), 24), [prompt]).ids(key_of(0))
-    giver = engine_of(backend_of(sender), 24, max_batched_tokens=25, exposed=transport != "gloo")
-    taker, made, pairs = engine_of(backend_of(receiver), 24), over(transport), Pairs()
+    expected = run(engine_of(backend_of(1, kv_dtype), 24), [prompt]).ids(key_of(0))
+    giver = engine_of(backend_of(sender, kv_dtype), 24, max_batched_tokens=25, exposed=transport != "gloo")
+    taker, made, pairs = engine_of(backend_of(receiver, kv_dtype), 24), over(transport), Pairs()
     room, key = reserved(taker, len(prompt)), key_of()
     pair = pairs(
         SMALL_FRAMES, source=giver.kv, target=taker.kv, send=lambda _: [made(giver.kv)], recv=lambda _: [made(taker.kv)]

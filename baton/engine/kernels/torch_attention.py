@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from baton.engine.batch import Batch
+from baton.engine.kernels.kv_levels import head_dim, select
 
 TILE_ROWS = 256  # limits the mask of a chunk to TILE_ROWS x context
 GROUP_SLOTS = 65536  # limits the copy of KV for one group of decode sequences
@@ -66,7 +67,7 @@ class PagedAttention:
         self._groups = [self._group(members) for members in _similar(singles, window)]
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> Tensor:
-        result = out.view(*query.shape[:2], values.shape[-1])
+        result = out.view(*query.shape[:2], head_dim(values))
         keys, values = keys.flatten(0, 1), values.flatten(0, 1)
         for chunk in self._chunks:
             _run_chunk(chunk, query, keys, values, result, self._scale)
@@ -136,14 +137,14 @@ def _similar(singles: list[tuple[int, int, int]], window: int | None) -> Iterato
 
 
 def _run_chunk(chunk: _Chunk, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, scale: float) -> None:
-    kv_heads, head_dim = keys.shape[1:]
+    kv_heads, dim = keys.shape[1], query.shape[2]
     # [kv_heads, 1, S, head_dim]
-    k, v = (cache.index_select(0, chunk.slots).transpose(0, 1)[:, None] for cache in (keys, values))
+    k, v = (select(cache, chunk.slots, query.dtype).transpose(0, 1)[:, None] for cache in (keys, values))
     for tile in chunk.tiles:
         tokens = tile.rows.stop - tile.rows.start
         rows = slice(chunk.row + tile.rows.start, chunk.row + tile.rows.stop)
         # The KV heads become the batch and their query heads its heads, so that K and V are not repeated in memory.
-        q = query[rows].view(tokens, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+        q = query[rows].view(tokens, kv_heads, -1, dim).permute(1, 2, 0, 3)
         shape = (-1, q.shape[1], -1, -1)
         seen_k, seen_v = k[:, :, tile.keys].expand(shape), v[:, :, tile.keys].expand(shape)
         result = scaled_dot_product_attention(
@@ -155,9 +156,11 @@ def _run_chunk(chunk: _Chunk, query: Tensor, keys: Tensor, values: Tensor, out: 
 def _run_group(group: _Group, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, scale: float) -> None:
     # [R, kv_heads, S, head_dim]; index_select copies whole rows and is several times as fast as `cache[slots]`
     shape, slots = group.slots.shape, group.slots.view(-1)
-    k, v = (cache.index_select(0, slots).view(*shape, *cache.shape[1:]).transpose(1, 2) for cache in (keys, values))
+    k, v = (
+        select(cache, slots, query.dtype).view(*shape, keys.shape[1], -1).transpose(1, 2) for cache in (keys, values)
+    )
     # All query heads of a KV head see the same keys, so they take the place of query rows.
-    q = query[group.rows].view(len(group.rows), keys.shape[1], -1, keys.shape[2])
+    q = query[group.rows].view(len(group.rows), keys.shape[1], -1, query.shape[2])
     out[group.rows] = scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scale).flatten(1, 2)
 
 
@@ -186,7 +189,7 @@ class SteadyAttention:
         self._chunks = [self._cut(*sequence) for sequence in lengths]
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> Tensor:
-        result = out.view(*query.shape[:2], values.shape[-1])
+        result = out.view(*query.shape[:2], head_dim(values))
         keys, values = keys.flatten(0, 1), values.flatten(0, 1)
         for rows, chunks in zip(self._rows, self._chunks, strict=True):
             result[rows] = self._attend(query[rows], chunks, keys, values)
@@ -206,14 +209,14 @@ class SteadyAttention:
     def _attend(self, query: Tensor, chunks: list[_FixedChunk], keys: Tensor, values: Tensor) -> Tensor:
         """Attend with query [tokens, heads, dim] over keys [slots, kv_heads, dim]: [tokens, heads, value_dim]."""
         tokens, _, dim = query.shape
-        kv_heads, value_dim = values.shape[1:]
+        kv_heads, value_dim = values.shape[1], head_dim(values)
         # The query heads of a KV head are rows of one product: [kv_heads, group * tokens, dim].
         q = query.view(tokens, kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim).float()
         nothing = q.new_zeros(*q.shape[:2], 1)
         spare = -value_dim % ALIGNED
         sums = _Sums(nothing - torch.inf, nothing, q.new_zeros(*q.shape[:2], value_dim + spare))
         for slots, hidden in chunks:
-            k, v = (cache.index_select(0, slots).transpose(0, 1).float() for cache in (keys, values))
+            k, v = (select(cache, slots, torch.float32).transpose(0, 1).float() for cache in (keys, values))
             scores = torch.bmm(q, k.transpose(1, 2)).mul_(self._scale).view(kv_heads, -1, tokens, CHUNK)
             scores = scores.masked_fill_(hidden, -torch.inf).flatten(1, 2)
             sums = _taken_in(sums, scores, pad(v, (0, spare)))

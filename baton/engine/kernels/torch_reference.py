@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from baton.engine.batch import Batch
 from baton.engine.kernels.base import Attention, Grouped, HeadNorms, Linear, Rotation
+from baton.engine.kernels.kv_levels import to_levels
 from baton.engine.kernels.quantized import QuantizedWeight
 from baton.engine.kernels.torch_attention import PagedAttention, SteadyAttention
 
@@ -71,7 +72,10 @@ class TorchKernels:
             self.rms_norm(query, None, norms.query, norms.eps, query)
             self.rms_norm(key, None, norms.key, norms.eps, key)
         query.copy_(rotate(query, rotation))
-        keys.view(-1, *keys.shape[2:]).index_put_((slots,), rotate(key, rotation))
+        key = rotate(key, rotation)
+        if keys.dtype is torch.int8:
+            key, value = to_levels(key), to_levels(value)
+        keys.view(-1, *keys.shape[2:]).index_put_((slots,), key)
         values.view(-1, *values.shape[2:]).index_put_((slots,), value)
         return query
 

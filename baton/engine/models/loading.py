@@ -14,6 +14,7 @@ from baton.core import KVLayout
 from baton.engine.batch import Batch
 from baton.engine.determinism.shapes import SHORT
 from baton.engine.kernels.base import Kernels, Splits
+from baton.engine.kernels.kv_levels import KVDtype
 from baton.engine.kernels.quantized import Quantize
 from baton.engine.kernels.select import block_copy, choose_kernels
 from baton.engine.kv_cache import DTYPES, KVCache, exposed_memory
@@ -95,6 +96,7 @@ def load_model(  # noqa: PLR0913  (all but one have a default)
     attention_splits: Splits = "auto",
     thinking: Mode = "auto",
     quantize: Quantize = "none",
+    kv_dtype: KVDtype = "auto",
 ) -> TransformerBackend:
     """Load a Hugging Face checkpoint. `split` loads one rank's part, with layout and fingerprint of the whole model.
     `dtype` auto means the checkpoint's dtype, or float32 for float16. `quantize` rounds the weights of linear layers.
@@ -106,13 +108,12 @@ def load_model(  # noqa: PLR0913  (all but one have a default)
     folder = Path(path)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
-    config = read_config(folder)
-    _check(config, split, quantize, torch.device(device))
+    config, device = read_config(folder), torch.device(device)
+    _check(config, split, quantize, kv_dtype, device)
     length = _max_model_len(config, max_model_len)
     named = split is None or split.names_the_model
     checkpoint = Checkpoint(folder, progress, digests=named, quantised=config.quantised is not None)
     dtype = chosen_dtype(config, dtype, checkpoint.stored_dtype("model.embed_tokens.weight"))
-    device = torch.device(device)
     kernels = choose_kernels(device, DTYPES[dtype], attention_splits)
     if split is None:
         part, parts = config, Parts(Weights(checkpoint, DTYPES[dtype], device), kernels)
@@ -120,8 +121,8 @@ def load_model(  # noqa: PLR0913  (all but one have a default)
         part, parts = split.config(config), split.parts(checkpoint, DTYPES[dtype], device, kernels)
     parts = replace(parts, quantize=quantize, stored=config.quantised)
     model, thinker = _with_weights(part, parts, thinking)
-    layout = KVLayout(config.layers, config.kv_heads, config.head_dim, block_size, dtype, config.kv_tensors)
-    name = _fingerprint(checkpoint, config, layout, quantize)
+    layout = _layout(config, block_size, dtype if kv_dtype == "auto" else kv_dtype)
+    name = _fingerprint(checkpoint, config, dtype, layout, quantize)
     return TransformerBackend(
         name=folder.resolve().name,
         layout=layout,
@@ -135,8 +136,15 @@ def load_model(  # noqa: PLR0913  (all but one have a default)
     )
 
 
-def _check(config: ModelConfig, split: Split | None, quantize: Quantize, device: torch.device) -> None:
+def _layout(config: ModelConfig, block_size: int, dtype: str) -> KVLayout:
+    return KVLayout(config.layers, config.kv_heads, config.head_dim, block_size, dtype, config.kv_tensors)
+
+
+def _check(
+    config: ModelConfig, split: Split | None, quantize: Quantize, kv_dtype: KVDtype, device: torch.device
+) -> None:
     _check_device(config, quantize, device)
+    _check_kv(config, kv_dtype, device)
     if config.thinking is not None and split is not None:
         raise ConfigError("tensor_parallel must be 1 for a model with thinking states")
     if config.quantised is None:
@@ -157,10 +165,17 @@ def _check_device(config: ModelConfig, quantize: Quantize, device: torch.device)
         raise CheckpointError(f"a quantised checkpoint is not supported on {device}, only on CPUs")
 
 
-def _fingerprint(checkpoint: Checkpoint, config: ModelConfig, layout: KVLayout, quantize: Quantize) -> str:
+def _check_kv(config: ModelConfig, kv_dtype: KVDtype, device: torch.device) -> None:
+    """Reject KV in int8 where no attention reads it."""
+    where = f"on {device}, only on CPUs" if device.type != "cpu" else "for latent attention" if config.latent else ""
+    if where and kv_dtype != "auto":
+        raise ConfigError(f"model.kv_dtype: {kv_dtype} is not supported {where}; use auto")
+
+
+def _fingerprint(checkpoint: Checkpoint, config: ModelConfig, dtype: str, layout: KVLayout, quantize: Quantize) -> str:
     unread = tuple(f"model.layers.{config.layers + i}." for i in range(config.unread_layers))
     rounded = () if quantize == "none" else (quantize,)
-    return fingerprint((checkpoint.finish(unread), layout.dtype, layout.wire, repr(config), *rounded))
+    return fingerprint((checkpoint.finish(unread), dtype, layout.wire, repr(config), *rounded))
 
 
 def _with_weights(config: ModelConfig, parts: Parts, thinking: Mode) -> tuple[Llama, Thinker | None]:

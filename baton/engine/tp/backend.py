@@ -13,6 +13,7 @@ import torch
 
 from baton.engine.batch import Batch
 from baton.engine.kernels.base import Splits
+from baton.engine.kernels.kv_levels import KVDtype
 from baton.engine.kernels.quantized import Quantize
 from baton.engine.kernels.select import block_copy
 from baton.engine.kv_cache import KVCache
@@ -174,6 +175,7 @@ def load_sharded(  # noqa: PLR0913  (all but two have a default)
     progress: Progress | None = None,
     attention_splits: Splits = "auto",
     quantize: Quantize = "none",
+    kv_dtype: KVDtype = "auto",
 ) -> ShardedBackend:
     """Load a checkpoint onto ranks: this process and `size - 1` new ones, which are killed with the calling thread.
     Raises like `load_model`; ConfigError with `key` if the model cannot be divided; RankLost if a rank does not start.
@@ -204,6 +206,7 @@ def load_sharded(  # noqa: PLR0913  (all but two have a default)
             memory=_memory(SharedExchange.nbytes(size, capacity)) if cpu and shared else -1,
             splits=attention_splits,
             quantize=quantize,
+            kv_dtype=kv_dtype,
         )
         return _start(plan, progress)
 

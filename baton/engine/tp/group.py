@@ -33,6 +33,7 @@ from torch._C._distributed_c10d import (
 )
 
 from baton.engine.kernels.base import Splits
+from baton.engine.kernels.kv_levels import KVDtype
 from baton.engine.kernels.quantized import Quantize
 from baton.errors import RankLost
 
@@ -211,6 +212,7 @@ class TpLayout:
     memory: int = -1
     splits: Splits = "auto"
     quantize: Quantize = "none"
+    kv_dtype: KVDtype = "auto"
 
     def device_of(self, rank: int, viewer: int) -> torch.device:
         """Return the CPU, or the GPU of `rank` as it is named in the process of `viewer`. Rank 0 sees the GPUs of all

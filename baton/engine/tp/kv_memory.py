@@ -208,7 +208,7 @@ class ShardedCache(KVCache):
         own = rank_layout(layout, size)
         if wrong := [rank for rank, cache in enumerate(ranks) if (cache.layout, cache.total_blocks) != (own, blocks)]:
             raise ValueError(f"the caches of ranks {wrong} are not {blocks} blocks of {own}")
-        shape = (layout.layers, blocks, layout.block_size, layout.kv_heads, layout.head_dim)
+        shape = (layout.layers, blocks, layout.block_size, layout.kv_heads, layout.head_width)
         nowhere = [torch.empty(shape, dtype=DTYPES[layout.dtype], device="meta") for _ in layout.tensors]
         super().__init__(layout, blocks, ranks[0].device, storage=nowhere)
         self.ranks = tuple(ranks)

@@ -106,6 +106,7 @@ def load_rank(plan: TpLayout, ranks: Ranks, progress: Progress | None = None) ->
         split=Split(plan, ranks),
         attention_splits=plan.splits,
         quantize=plan.quantize,
+        kv_dtype=plan.kv_dtype,
     )
 
 

@@ -23,7 +23,7 @@ from router.placement.policy import POLICIES
 PROGRAMS = sorted((ROOT / "benchmarks").glob("*.py"))
 PAGES = "determinism disaggregation engine local-prefill overload quantized router simulator thinking transfer".split()
 PAGE_OF = {name: name for name in PAGES} | dict.fromkeys(("disaggregation-1b", "disaggregation-vllm"), "disaggregation")
-PAGE_OF |= dict.fromkeys(("soak-soak", "soak-control"), "faults")
+PAGE_OF |= dict.fromkeys(("soak-soak", "soak-control"), "faults") | {"kv_int8": "kv_int8"}
 slow = pytest.mark.slow
 program_run = pytest.mark.sample(3, of="programs of benchmarks/")
 
@@ -68,6 +68,16 @@ def test_quantized_has_a_figure_for_each_point(tmp_path: Path) -> None:
     assert min(last["ratios"].values()) > 0
     assert len(last["ratios"]) == 8
     assert "level " in text
+
+
+@slow
+@program_run
+def test_kv_int8_has_all_figures(tmp_path: Path) -> None:
+    _, last = run("kv_int8", "--tiny", "--rounds", "1", "--cache", str(tmp_path))
+    ratios = last["ratios"]
+    assert ratios["bytes moved for 300 tokens"] == ratios["bytes of a token in the cache"] < 0.6
+    assert len(ratios) == 5
+    assert min(last["figures"].values()) >= 196
 
 
 @slow

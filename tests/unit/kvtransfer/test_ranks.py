@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 
 def worker(folder: Path, size: int, layout: KVLayout, *, exposed: bool = False) -> tuple[KVCache, ShardedCache]:
     """Return the cache that a worker hands over from or to, full of zeros, and the caches of its ranks."""
-    copy = block_copy(choose_kernels(CPU, DTYPES[layout.dtype]))
+    copy = block_copy(choose_kernels(CPU, DTYPES["float32" if layout.dtype == "int8" else layout.dtype]))
     cache, ranks = on_a_cpu(plan(folder, size), layout, TOTAL, copy, exposed=exposed)
     return cache, ShardedCache(layout, ranks)
 
@@ -52,7 +52,11 @@ def zeros(layout: KVLayout, size: int) -> ShardedCache:
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo", "nixl"])
-@pytest.mark.parametrize("layout", [GQA, replace(GQA, kv_heads=2, dtype="bfloat16", head_dim=32)], ids=["8", "2 heads"])
+@pytest.mark.parametrize(
+    "layout",
+    [GQA, replace(GQA, kv_heads=2, dtype="bfloat16", head_dim=32), replace(GQA, kv_heads=2, dtype="int8")],
+    ids=["8", "2 heads", "int8"],
+)
 @pytest.mark.parametrize(("sender", "receiver"), SIZES)
 def test_each_rank_gets_its_heads(
     pairs: Pairs, tmp_path: Path, transport: str, layout: KVLayout, sender: int, receiver: int

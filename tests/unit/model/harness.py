@@ -8,6 +8,7 @@ from itertools import accumulate
 import torch
 
 from baton.engine.batch import Batch
+from baton.engine.kernels.kv_levels import to_levels
 from baton.engine.kv_cache import KVCache
 from baton.engine.model_backend import ModelBackend
 from tests.unit.model.checkpoints import VOCAB
@@ -27,8 +28,9 @@ class Row:
 def poisoned_cache(backend: ModelBackend, total_blocks: int) -> KVCache:
     """Return a cache full of NaN, so that reading a slot of another sequence gives NaN logits."""
     kv = backend.make_cache(total_blocks)
+    nan = torch.full((kv.layout.head_dim,), torch.nan)
     for tensor in kv.tensors:
-        tensor.fill_(float("nan"))
+        tensor[:] = to_levels(nan) if tensor.dtype is torch.int8 else nan
     return kv
 
 

@@ -70,7 +70,7 @@ def sequences(draw: st.DrawFn):
         kv_heads=draw(st.integers(1, 3)),
         head_dim=draw(st.sampled_from([1, 2, 3, 5, 16, 32])),  # with 32, the halves of runs are whole cache lines
         block_size=0,
-        dtype=draw(st.sampled_from(["float32", "bfloat16", "float16"])),
+        dtype=draw(st.sampled_from(["float32", "bfloat16", "float16", "int8"])),
         tensors=draw(st.sampled_from([("k", "v"), ("latent",)])),
     )
     first = draw(st.integers(0, layout.layers - 1))

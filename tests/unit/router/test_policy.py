@@ -195,7 +195,8 @@ def test_room(worker, tokens, room):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"layout": replace(LAYOUT, dtype="bfloat16")}, "dtype bfloat16, d has float32"),
+        ({"layout": replace(LAYOUT, dtype="bfloat16")}, "KV dtype bfloat16, d has float32"),
+        ({"layout": replace(LAYOUT, dtype="int8")}, "KV dtype int8, d has float32"),
         ({"model": "other"}, "model other, d has m"),
         ({"layout": replace(LAYOUT, layers=2)}, "KV layout"),
         ({}, "weights or config differ from those of d"),

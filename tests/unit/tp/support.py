@@ -40,7 +40,7 @@ def poisoned(layout: KVLayout, size: int, total_blocks: int) -> ShardedCache:
 def whole(layout: KVLayout, tokens: int, seed: int) -> torch.Tensor:
     """Return KV of a sequence, all heads: [layers, tensors, tokens, kv_heads, head_dim]."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (layout.layers, len(layout.tensors), tokens, layout.kv_heads, layout.head_dim)
+    shape = (layout.layers, len(layout.tensors), tokens, layout.kv_heads, layout.head_width)
     return torch.randn(shape, generator=generator).to(getattr(torch, layout.dtype))
 
 

@@ -246,6 +246,13 @@ def test_a_worker_says_that_its_model_thinks_and_what_does_not_fit_is_refused_fi
             load_backend(settings(*sets, wrong))
 
 
+def test_int8_kv_is_part_of_a_worker_and_rejected_for_the_oracle(settings):
+    made = load_backend(settings(f"model.path={DEMO}", "model.kv_dtype=int8", "decode.device=cpu"))
+    assert made.layout.dtype == "int8"
+    with pytest.raises(ConfigError, match=r"^model.kv_dtype: int8 is not supported for the oracle; use auto"):
+        load_backend(settings("model.path=oracle", "model.kv_dtype=int8"))
+
+
 @pytest.mark.parametrize(
     ("sets", "message"),
     [

@@ -10,7 +10,7 @@
  *
  * In fixed batches, the bits of a row do not depend on its place, on other rows, or on the number of new tokens of its
  * sequence: chunks begin at multiples of CHUNK, there is one split, and invisible positions have weight 0. */
-#include "common.h"
+#include "kv_levels.h"
 #include "transpose.h"
 
 #define CHUNK 64
@@ -32,7 +32,7 @@ typedef struct {
     int32_t sequence, token, tokens, head, heads, begin, end, partial, splits;
 } task_t;
 
-/* Offsets of a chunk's positions in the cache, in elements. */
+/* Offsets of a chunk's positions in the cache, in bytes. */
 typedef struct {
     long count, keys[CHUNK], values[CHUNK];
 } place_t;
@@ -49,6 +49,7 @@ typedef struct {
 #endif
     float sums[MAX_ROWS * MAX_DIM];
     float totals[MAX_ROWS * LANES]; /* by lane, reduced at the end */
+    float key_scales[CHUNK], value_scales[CHUNK]; /* of an int8 cache */
     float most[MAX_ROWS], total[MAX_ROWS], shrink[MAX_ROWS];
     long limit[MAX_ROWS], lower[MAX_ROWS];
 } __attribute__((aligned(64))) workspace_t;
@@ -96,13 +97,15 @@ long NAME(attention_plan)(task_t *tasks, long capacity, const int32_t *starts, c
 }
 
 typedef struct {
-    const elem *query, *keys, *values;
+    const elem *query;
+    const char *keys, *values; /* strides are in bytes */
     elem *out;
     const int32_t *tables, *starts, *lens;
     const task_t *tasks;
     float *partials;
     long count, heads, kv_heads, dim, value_dim, block_size, table_stride, query_stride, out_stride;
     long k_block, k_token, k_head, v_block, v_token, v_head, window, unified, narrow; /* partials as bfloat16 */
+    long levels; /* whether the cache is int8 */
     float scale, phi;
 } attention_args;
 
@@ -118,51 +121,80 @@ static void find(const attention_args *a, const int32_t *table, long at, long en
 }
 
 /* Prefetches KV of the next chunk during this one, because hardware cannot predict its place. */
-INLINE void fetch(const elem *row, long n) {
-    for (long i = 0; i < n * (long)sizeof(elem); i += 64) _mm_prefetch((const char *)row + i, _MM_HINT_T0);
+INLINE void fetch(const char *row, long n, const int levels) {
+    const long bytes = levels ? n + 2 : n * (long)sizeof(elem);
+    for (long i = 0; i < bytes; i += 64) _mm_prefetch(row + i, _MM_HINT_T0);
 }
 
-/* Transposes the keys of a chunk. Rows after its end are zero. */
-static void transpose_keys(const attention_args *a, long kv_head, const place_t *here, const place_t *next,
-                           workspace_t *work) {
+INLINE VI load_cached(const char *row, long word, long n, const int levels) {
+    const long at = word * PAIR;
+    return levels ? load_levels((const int8_t *)row + at, n) : load_words((const elem *)row + at, n);
+}
+
+INLINE V cached_values(const char *row, long d, const int levels) {
+    return levels ? v_from_levels((const int8_t *)row + d) : load((const elem *)row + d, LANES);
+}
+
+/* Loads the scales of a chunk's heads. Those after its end are zero. */
+INLINE void load_scales(const char *heads, const long *rows, long count, long dim, float *scales) {
+    for (long i = 0; i < CHUNK; i++) scales[i] = i < count ? scale_of((const int8_t *)heads + rows[i], dim) : 0;
+}
+
+/* Transposes the keys of a chunk. Rows after its end are zero. Levels are not scaled, but their scores are. */
+INLINE void transpose_keys(const attention_args *a, long kv_head, const place_t *here, const place_t *next,
+                           workspace_t *work, const int levels) {
     const long words = WORDS(a->dim);
-    const elem *keys = a->keys + kv_head * a->k_head;
+    const char *keys = a->keys + kv_head * a->k_head;
+    if (levels) load_scales(keys, here->keys, here->count, a->dim, work->key_scales);
     for (long g = 0; g < GROUPS; g++) {
         const long count = MAX(0, MIN(LANES, here->count - g * LANES));
         for (long w = 0; w < words; w += LANES) {
             VI r[LANES];
-            for (long i = g * LANES; !w && i < MIN(next->count, (g + 1) * LANES); i++) fetch(keys + next->keys[i], a->dim);
+            for (long i = g * LANES; !w && i < MIN(next->count, (g + 1) * LANES); i++) fetch(keys + next->keys[i], a->dim, levels);
             const long *rows = here->keys + g * LANES;
             if (count == LANES && words - w >= LANES)
-                for (long i = 0; i < LANES; i++) r[i] = load_words(keys + rows[i] + w * PAIR, LANES);
+                for (long i = 0; i < LANES; i++) r[i] = load_cached(keys + rows[i], w, LANES, levels);
             else
                 for (long i = 0; i < LANES; i++)
-                    r[i] = i < count ? load_words(keys + rows[i] + w * PAIR, words - w) : vi_set(0);
+                    r[i] = i < count ? load_cached(keys + rows[i], w, words - w, levels) : vi_set(0);
             transpose(r, work->keys + w * CHUNK + g * LANES, CHUNK);
         }
     }
 }
 
-/* Pairs the values of a chunk: word j of row c holds element j of position at + c * PAIR, and of its neighbour. */
-static void pair_values(const attention_args *a, long kv_head, const place_t *here, const place_t *next,
-                        workspace_t *work) {
-    const elem *values = a->values + kv_head * a->v_head;
+/* Pairs the values of a chunk: word j of row c holds element j of position at + c * PAIR, and of its neighbour.
+ * Levels are not scaled, but their weights are. */
+INLINE void pair_values(const attention_args *a, long kv_head, const place_t *here, const place_t *next,
+                        workspace_t *work, const int levels) {
+    const char *values = a->values + kv_head * a->v_head;
+    if (levels) load_scales(values, here->values, here->count, a->value_dim, work->value_scales);
     for (long c = 0; c * PAIR < here->count; c++) {
-        for (long i = c * PAIR; i < MIN(next->count, (c + 1) * PAIR); i++) fetch(values + next->values[i], a->value_dim);
-        const elem *row = values + here->values[c * PAIR];
+        for (long i = c * PAIR; i < MIN(next->count, (c + 1) * PAIR); i++) fetch(values + next->values[i], a->value_dim, levels);
+        const char *row = values + here->values[c * PAIR];
         int32_t *out = work->values + c * a->value_dim;
 #if PAIR == 2
         const int both = c * PAIR + 1 < here->count;
-        const elem *other = both ? values + here->values[c * PAIR + 1] : row;
+        const char *other = both ? values + here->values[c * PAIR + 1] : row;
         const __mmask16 there = both ? 0xffff : 0;
         for (long d = 0; d < a->value_dim; d += LANES) {
-            const VI low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(row + d)));
-            const VI high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(other + d)));
-            vi_store(out + d, _mm512_mask_or_epi32(low, there, low, _mm512_slli_epi32(high, 16)));
+            const VI low = levels ? _mm512_srli_epi32((VI)cached_values(row, d, 1), 16)
+                                  : _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)row + d / LANES));
+            vi_store(out + d, _mm512_mask_or_epi32(low, there, low, (VI)cached_values(other, d, levels)));
         }
 #else
-        for (long d = 0; d < a->value_dim; d += LANES) v_store(out + d, load(row + d, LANES));
+        for (long d = 0; d < a->value_dim; d += LANES) v_store(out + d, cached_values(row, d, levels));
 #endif
+    }
+}
+
+static void read_chunk(const attention_args *a, long kv_head, const place_t *here, const place_t *next,
+                       workspace_t *work) {
+    if (a->levels) {
+        transpose_keys(a, kv_head, here, next, work, 1);
+        pair_values(a, kv_head, here, next, work, 1);
+    } else {
+        transpose_keys(a, kv_head, here, next, work, 0);
+        pair_values(a, kv_head, here, next, work, 0);
     }
 }
 
@@ -255,6 +287,8 @@ static void softmax_row(const attention_args *a, workspace_t *work, long r, long
     const long limit = work->limit[r] - at, lower = work->lower[r] - at;
     V s[GROUPS], best = none;
     for (int j = 0; j < GROUPS; j++) s[j] = v_load(scores + j * LANES) * scale;
+    if (a->levels)
+        for (int j = 0; j < GROUPS; j++) s[j] *= v_load(work->key_scales + j * LANES);
     if (limit < CHUNK || lower > 0)
         for (int j = 0; j < GROUPS; j++) s[j] = v_within(s[j], lower - j * LANES, limit - j * LANES, none);
     for (int j = 0; j < GROUPS; j++) best = OP(max_ps)(best, s[j]);
@@ -269,7 +303,7 @@ static void softmax_row(const attention_args *a, workspace_t *work, long r, long
     for (int j = 0; j < GROUPS; j++) {
         const V p = exp2_v(s[j] - v_set(base));
         sum += p;
-        store_parts(weights + j * LANES, p);
+        store_parts(weights + j * LANES, a->levels ? (V)(p * v_load(work->value_scales + j * LANES)) : p);
     }
     work->shrink[r] = unified || !higher ? 1.0f : power(before - top);
     float *totals = work->totals + r * LANES;
@@ -324,8 +358,7 @@ static void run(const attention_args * a, const task_t *t, workspace_t *work, co
         find(a, table, at + CHUNK, t->end, next);
         for (long h = 0; h < kv_heads; h++) {
             const long kv_head = (t->head + rows[bound[h]] / t->tokens) / group;
-            transpose_keys(a, kv_head, here, next, work);
-            pair_values(a, kv_head, here, next, work);
+            read_chunk(a, kv_head, here, next, work);
             chunk(a, work, left, bound[h], bound[h + 1] - bound[h], at, at + here->count, unified);
         }
     }

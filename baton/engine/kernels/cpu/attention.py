@@ -11,6 +11,7 @@ from torch import Tensor
 
 from baton.engine.batch import Batch
 from baton.engine.kernels.base import Attention, Splits
+from baton.engine.kernels.kv_levels import head_dim
 from baton.engine.kernels.torch_reference import torch_attention
 
 MAX_DIM, LANES = 576, 16  # as in the C sources
@@ -29,14 +30,14 @@ class AttentionArgs(ctypes.Structure):
     _fields_: ClassVar = struct_fields(
         (c_void_p, "query keys values out tables starts lens tasks partials"),
         (c_long, "count heads kv_heads dim value_dim block_size table_stride query_stride out_stride"),
-        (c_long, "k_block k_token k_head v_block v_token v_head window unified narrow"),
+        (c_long, "k_block k_token k_head v_block v_token v_head window unified narrow levels"),
         (c_float, "scale phi"),
     )
 
 
 def strides_of(cache: Tensor) -> tuple[int, int, int]:
-    """Return the strides in elements of block, token and head in a cache [blocks, block_size, kv_heads, dim]."""
-    block, token, head, _ = cache.stride()
+    """Return the strides in bytes of block, token and head in a cache [blocks, block_size, kv_heads, dim]."""
+    block, token, head, _ = (stride * cache.itemsize for stride in cache.stride())
     return block, token, head
 
 
@@ -87,18 +88,19 @@ class CompiledAttention:
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> Tensor:
         _, heads, dim = query.shape
-        args, threads = self._args, torch.get_num_threads()
-        if not is_compiled(dim, values.shape[3]):
+        args, threads, value_dim = self._args, torch.get_num_threads(), head_dim(values)
+        if not is_compiled(dim, value_dim):
             if self._fallback is None:
                 self._fallback = torch_attention(self._batch, args.block_size, self._window, args.scale)
             return self._fallback(query, keys, values, out)
         if self._planned != (heads, keys.shape[2]):
-            self._plan(heads, keys.shape[2], values.shape[3], threads)
+            self._plan(heads, keys.shape[2], value_dim, threads)
         args.query, args.keys, args.values, args.out = (t.data_ptr() for t in (query, keys, values, out))
-        args.heads, args.kv_heads, args.dim, args.value_dim = heads, keys.shape[2], dim, values.shape[3]
+        args.heads, args.kv_heads, args.dim, args.value_dim = heads, keys.shape[2], dim, value_dim
         args.query_stride, args.out_stride = query.stride(0), out.stride(0)
         args.k_block, args.k_token, args.k_head = strides_of(keys)
         args.v_block, args.v_token, args.v_head = strides_of(values)
+        args.levels = keys.dtype is torch.int8
         workspaces, joins = ctypes.c_void_p(self._workspaces.data_ptr()), ctypes.c_long(self._joins)
         self._run(ctypes.byref(args), workspaces, joins, threads)
         return out

@@ -1,5 +1,6 @@
 /* Norms, rotary positions with the write to the KV cache, and the gate, in one pass over memory each. */
 #include "activate.h"
+#include "kv_levels.h"
 
 typedef struct {
     elem *x, *out;
@@ -35,10 +36,12 @@ void NAME(norm)(const norm_args * a, int threads) {
 }
 
 typedef struct {
-    elem *qkv, *keys, *values;
+    elem *qkv;
+    char *keys, *values; /* strides are in bytes */
     const elem *cos, *sin, *q_norm, *k_norm; /* norms may be NULL */
     const int64_t *slots;
     long rows, heads, kv_heads, dim, block_size, k_block, k_token, k_head, v_block, v_token, v_head;
+    long levels; /* whether the cache is int8 */
     float eps;
 } rotate_args;
 
@@ -61,16 +64,25 @@ void NAME(rotate_and_store)(const rotate_args * a, int threads) {
         elem *row = a->qkv + r * all * a->dim;
         const elem *cos = a->cos + r * half, *sin = a->sin + r * half;
         const long block = a->slots[r] / a->block_size, offset = a->slots[r] % a->block_size;
-        elem *key = a->keys + block * a->k_block + offset * a->k_token;
-        elem *value = a->values + block * a->v_block + offset * a->v_token;
+        char *keys = a->keys + block * a->k_block + offset * a->k_token;
+        char *values = a->values + block * a->v_block + offset * a->v_token;
         for (long h = 0; h < a->heads + a->kv_heads; h++) {
             elem *x = row + h * a->dim;
             const elem *norm = h < a->heads ? a->q_norm : a->k_norm;
             if (norm) norm_row(x, norm, x, a->dim, a->eps);
-            rotate_head(x, cos, sin, h < a->heads ? x : key + (h - a->heads) * a->k_head, half);
+            char *key = keys + (h - a->heads) * a->k_head;
+            const int cached = h >= a->heads;
+            rotate_head(x, cos, sin, cached && !a->levels ? (elem *)key : x, half);
+            if (cached && a->levels) store_levels(x, (int8_t *)key, a->dim);
         }
-        for (long h = 0; h < a->kv_heads; h++)
-            memcpy(value + h * a->v_head, row + (a->heads + a->kv_heads + h) * a->dim, a->dim * sizeof(elem));
+        for (long h = 0; h < a->kv_heads; h++) {
+            const elem *x = row + (a->heads + a->kv_heads + h) * a->dim;
+            char *value = values + h * a->v_head;
+            if (a->levels)
+                store_levels(x, (int8_t *)value, a->dim);
+            else
+                memcpy(value, x, a->dim * sizeof(elem));
+        }
     }
 }
 

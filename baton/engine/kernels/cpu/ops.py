@@ -44,7 +44,7 @@ class RotateArgs(ctypes.Structure):
 
     _fields_: ClassVar = struct_fields(
         (c_void_p, "qkv keys values cos sin q_norm k_norm slots"),
-        (c_long, "rows heads kv_heads dim block_size k_block k_token k_head v_block v_token v_head"),
+        (c_long, "rows heads kv_heads dim block_size k_block k_token k_head v_block v_token v_head levels"),
         (c_float, "eps"),
     )
 
@@ -194,6 +194,7 @@ class CpuKernels:
         args.rows, args.heads, args.kv_heads, args.dim = len(qkv), heads, keys.shape[2], qkv.shape[2]
         args.block_size, args.k_block, args.k_token, args.k_head = keys.shape[1], *strides_of(keys)
         args.v_block, args.v_token, args.v_head = strides_of(values)
+        args.levels = keys.dtype is torch.int8
         self._rotate(ctypes.byref(args), torch.get_num_threads())
         return qkv[:, :heads]
 
