@@ -4,6 +4,8 @@
     python benchmarks/determinism.py --quick --lengths azure --trace FILE
     python benchmarks/determinism.py --trace FILE                under 20: both loads, and a sweep of verify passes
     python benchmarks/determinism.py --trace FILE --write-docs   the section in docs/measurements/determinism.md from it
+    python benchmarks/determinism.py --level avx2,avx512 --quantize none,int8    100 % against 0 % at these levels
+    python benchmarks/determinism.py --agreement 200             streams of models/demo that are equal between levels
 
 One engine runs in this process, on one thread, in bfloat16. Attention splits depend on load, so that candidates differ
 from verified tokens. `--splits load` has float32 partials, as on GPU servers. `load_bf16` rounds them to bfloat16, so
@@ -19,6 +21,10 @@ Lengths `fixed` are 128 tokens for prompts and answers each. Lengths `azure` are
 round) of the conversations in `--trace FILE`: AzureLLMInferenceTrace_conv.csv of Azure/AzurePublicDataset, which is not
 part of this repository. Prompts are cut to 512 tokens and answers to 256, and token ids are random. Without the file,
 the full run leaves this part out and reports that. The last line of stdout is one JSON object with the figures.
+
+`--level` and `--quantize` measure only all requests deterministic against none, in turns, for each level of
+instructions and each kind of weights. `--agreement N` compares the answers to N prompts of models/heldout.jsonl
+between levels. Both fill a section of their own with `--write-docs`.
 """
 
 from __future__ import annotations
@@ -29,7 +35,8 @@ import random
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from statistics import median
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python benchmarks/determinism.py`
 
@@ -37,17 +44,20 @@ import torch
 
 from baton.engine.determinism.checks import checked_shapes
 from baton.engine.determinism.shapes import FixedShapes
+from baton.engine.kernels.cpu.compiler import LEVELS
+from baton.engine.kernels.quantized import Quantize
 from baton.engine.models.loading import load_model
 from baton.logs import configure_logging
 from baton.tokenizer import load_tokenizer
+from benchmarks.lib.determinism_levels import agreement, backends, here
 from benchmarks.lib.determinism_run import Load, Took, engine_of, run
 from benchmarks.lib.determinism_table import figures, ratios, table
 from benchmarks.lib.lengths import read_trace, sampled
 from benchmarks.lib.models import make_model
-from benchmarks.lib.report import finish
+from benchmarks.lib.report import finish, markdown, write_section
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from baton.engine.model_backend import ModelBackend
     from baton.tokenizer import Tokenizer
@@ -153,6 +163,36 @@ def measure(backend: ModelBackend, tokenizer: Tokenizer, parts: Sequence[Part]) 
     return found
 
 
+def by_level(args: argparse.Namespace, levels: list[str], folder: Path) -> tuple[str, dict[str, float]]:
+    """Measure all deterministic against none, in turns, at each level with each kind of weights."""
+    rows, ratios_of = list[list[str]](), dict[str, float]()
+    lengths: list[Lengths] = [((args.prompt, args.answer),) * args.requests] * args.rounds
+    shapes, weights = FixedShapes(args.rows, args.window, exact_rows=RUNNING), [("bfloat16", q) for q in args.quantize]
+    tokenizer = load_tokenizer(folder)
+    for level, _, quantize, backend, checked in backends(folder, levels, weights, args.splits, shapes):
+        name = f"{level}, {'bfloat16' if quantize == 'none' else quantize}"
+        both = [Variant(NONE, 0.0, checked), Variant("100% deterministic", 1.0, checked, "auto")]
+        none, everything = measure(backend, tokenizer, [Part(name, "", lengths, both)])[0].values()
+        shares = [one.tokens_per_s / other.tokens_per_s for one, other in zip(everything, none, strict=True)]
+        spread = f"{median(shares):.3f} ({min(shares):.3f} to {max(shares):.3f})"
+        speeds = [f"{median(each.tokens_per_s for each in runs):,.0f}" for runs in (none, everything)]
+        rows.append([name, str(checked.exact_rows), *speeds, spread])
+        ratios_of[name] = round(median(shares), 4)
+    return markdown(["", "exact rows", "tokens/s, 0 %", "tokens/s, 100 %", "ratio (spread)"], rows), ratios_of
+
+
+def listed(allowed: Sequence[str]) -> Callable[[str], list[str]]:
+    """Return a parser of a list of some of these names."""
+
+    def parsed(text: str) -> list[str]:
+        names = text.split(",")
+        if wrong := [name for name in names if name not in allowed]:
+            raise argparse.ArgumentTypeError(f"must be some of {', '.join(allowed)}, got {wrong[0]!r}")
+        return names
+
+    return parsed
+
+
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Lengths]:
     """Parse the options and read the trace. Exits if they are invalid."""
     home = Path(os.environ.get("BATON_HOME") or Path.home() / ".baton").expanduser()
@@ -168,6 +208,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Lengths]:
     parser.add_argument("--answer", type=int, default=128, help="tokens")
     parser.add_argument("--rows", type=int, default=FixedShapes().rows, help="of a verify pass")
     parser.add_argument("--window", type=int, default=FixedShapes().tokens, help="tokens of each row")
+    parser.add_argument("--level", type=listed([*LEVELS]), help="some levels of instructions, with commas between")
+    parser.add_argument("--quantize", type=listed(get_args(Quantize)), help="some kinds of weights")
+    parser.add_argument("--agreement", type=int, metavar="N", help="compare answers to N prompts between levels")
     parser.add_argument("--size", choices=("S", "M", "L"), default="M")
     parser.add_argument("--tiny", action="store_true", help="a toy model: to try the program, not to measure")
     parser.add_argument("--cache", type=Path, default=home / "bench", help="folder for models")
@@ -184,12 +227,29 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Lengths]:
         parser.error(f"--trace: {error}")
 
 
+def compare_levels(args: argparse.Namespace, argv: list[str], load: float) -> None:
+    """Compare levels of instructions, print, and fill the section for that if requested."""
+    levels, args.quantize = here(args.level or [*LEVELS]), args.quantize or ["none"]
+    if args.agreement:
+        shown, figures = agreement(levels, args.agreement)
+    else:
+        shown, figures = by_level(args, levels, make_model(args.cache, args.size, "bf16", tiny=args.tiny))
+    if args.write_docs:
+        section = f"{NAME}-{'agreement' if args.agreement else 'levels'}"
+        write_section(f"measurements/{NAME}.md", NAME, argv, load, shown, section)
+    finish(NAME, argv, load, shown, {}, figures, write_docs=False)
+
+
 def main(argv: list[str]) -> None:
     """Measure, print, and fill the section of the page if requested."""
     args, trace = parse(argv)
     configure_logging("warning", "auto")
     torch.set_num_threads(1)
-    load, folder = os.getloadavg()[0], make_model(args.cache, args.size, "bf16", tiny=args.tiny)
+    load = os.getloadavg()[0]
+    if args.agreement or args.level or args.quantize:
+        compare_levels(args, argv, load)
+        return
+    folder = make_model(args.cache, args.size, "bf16", tiny=args.tiny)
     backend = load_model(folder, dtype="bfloat16", attention_splits=args.splits)
     shapes = checked_shapes(backend, FixedShapes(args.rows, args.window, exact_rows=RUNNING))
     if shapes is None:

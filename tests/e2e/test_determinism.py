@@ -292,6 +292,21 @@ def test_after_the_death_of_its_decode_worker(cluster, kind, rng):
     survive(cluster, kind, rng, 1)
 
 
+@pytest.mark.sample(1)
+@kinds
+def test_int8_weights_beside_others_and_after_a_death(module_home, kind, rng):
+    """Each answer is handed over, and its steps are exact if the kernels have them."""
+    sets = (*SETS, EXACT, "model.quantize=int8")
+    with module_home.cluster("configs/no-ray.yaml", *sets, name="int8") as running:
+        with running.client(timeout=120.0) as client:
+            right = ask(client, kind).answer
+            assert right.placement.prefill_worker != right.placement.decode_worker
+            with others(client, 7, rng):
+                ask(client, kind).check(right)
+        assert found_exact(running) == 0 or metric(running, "baton_rollbacks_total") == 0
+        survive(running, kind, rng, 1)
+
+
 @pytest.mark.chaos
 @kinds
 @pytest.mark.parametrize("part", ["first", "second", "third", "fourth", "exact"])

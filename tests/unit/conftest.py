@@ -3,6 +3,7 @@ import asyncio
 import pytest
 import torch
 
+from baton.engine.kernels.cpu.compiler import LEVEL_VARIABLE, cpu_level
 from baton.metrics import MetricsServer
 
 
@@ -18,6 +19,16 @@ def threads(request):
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def level(request):
+    """Set the level of instructions of compiled kernels, and return it."""
+    if cpu_level() == "none":
+        pytest.skip(f"{LEVEL_VARIABLE}=none")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(LEVEL_VARIABLE, request.param)
+        yield request.param
 
 
 @pytest.fixture

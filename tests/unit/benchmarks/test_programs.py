@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from baton.engine.kernels.cpu.compiler import load_library
 from benchmarks import thinking
 from benchmarks.lib import report, thinking_measure
 from benchmarks.lib.protocol import ROOT
@@ -19,11 +20,13 @@ from benchmarks.lib.report import fill
 from benchmarks.lib.thinking_measure import Plan
 from benchmarks.lib.thinking_prompts import Load
 from router.placement.policy import POLICIES
+from tests.support.compiled_kernels import compiled_or_skip
 
 PROGRAMS = sorted((ROOT / "benchmarks").glob("*.py"))
 PAGES = "determinism disaggregation engine local-prefill overload quantized router simulator thinking transfer".split()
 PAGE_OF = {name: name for name in PAGES} | dict.fromkeys(("disaggregation-1b", "disaggregation-vllm"), "disaggregation")
 PAGE_OF |= dict.fromkeys(("soak-soak", "soak-control"), "faults") | {"kv_int8": "kv_int8"}
+PAGE_OF |= dict.fromkeys(("determinism-levels", "determinism-agreement"), "determinism")
 slow = pytest.mark.slow
 program_run = pytest.mark.sample(3, of="programs of benchmarks/")
 
@@ -98,6 +101,17 @@ def test_determinism_has_all_figures(tmp_path: Path) -> None:
         assert (f"{prefix}100% deterministic" in figures) == exact
         assert figures[f"{prefix}0% deterministic"] == 1.0
         assert figures[f"{prefix}100% deterministic, verify passes"] > 0
+
+
+@slow
+@program_run
+def test_determinism_measures_levels_and_compares_them(tmp_path: Path) -> None:
+    compiled_or_skip(lambda: load_library("bf16"))
+    options = ["--tiny", "--requests", "2", "--rounds", "1", "--prompt", "8", "--answer", "4", "--cache", str(tmp_path)]
+    _, last = run("determinism", *options, "--level", "avx2", "--quantize", "none,int8")
+    assert set(last["figures"]) == {"avx2, bfloat16", "avx2, int8"}
+    _, last = run("determinism", "--level", "avx2,avx512", "--agreement", "2")
+    assert all(name.endswith(": avx2 = avx512") for name in last["figures"])
 
 
 ENGINE = ("--quick", "--tiny", "--threads", "1", "--rounds", "1")

@@ -1,15 +1,18 @@
 """Whole models in fixed forwards: a token's logits and KV have the same bits in every slot of every batch."""
 
 import random
+from typing import get_args
 
 import pytest
 import torch
 
-from baton.engine.determinism.checks import FixedRow, check_fixed, fixed_batch
+from baton.engine.determinism.checks import FixedRow, check_fixed, exact_rows, fixed_batch
 from baton.engine.determinism.shapes import FixedShapes
 from baton.engine.kernels import torch_reference
+from baton.engine.kernels.cpu.compiler import LEVELS
 from baton.engine.kernels.cpu.kernel_choice import Choice, Profile
 from baton.engine.kernels.cpu.ops import CpuKernels
+from baton.engine.kernels.quantized import Quantize
 from baton.engine.kernels.torch_attention import PagedAttention
 from baton.engine.kernels.torch_reference import TorchKernels
 from baton.engine.models import loading
@@ -24,6 +27,7 @@ FIRST, LAST = 32, 180  # starts of passes
 FAMILIES = {
     **{name: DENSE[name] for name in ("llama", "llama-one-kv-head", "mistral", "mistral-window-1", "qwen3")},
     "llama-wide-heads": Variant("llama", {"head_dim": 128, "num_key_value_heads": 1}),
+    "llama-gelu": Variant("llama", {"head_dim": 16, "hidden_act": "gelu"}),
     "mistral-window-100": Variant("mistral", {"sliding_window": 100}),
     "qwen3-window": DENSE["qwen3-layer-types"],
     **{name: SPARSE[name] for name in ("mixtral", "qwen3_moe-many")},
@@ -36,17 +40,18 @@ PROFILES = {
     "preset maximum": Profile(static=Choice(8, tall=True), unified_max=0.0),
 }
 CASES = [(family, kernels, 1) for family in FAMILIES for kernels in ("torch", *PROFILES)]
+EXACT_ROWS = {"llama-wide-heads": 64, "llama-gelu": 64, "qwen3": 64, "qwen3-window": 64, "mixtral": 0}
 TWO_THREADS = [pytest.param("llama", kernels, 2, marks=pytest.mark.serial) for kernels in ("torch", "flat", "tall")]
 
 
-def model(folder, family: str, dtype: torch.dtype, kernels: str, monkeypatch):
+def model(folder, family: str, dtype: torch.dtype, kernels: str, monkeypatch, quantize: Quantize = "none"):
     FAMILIES[family]._replace(seed=5).write(folder, dtype=dtype)
 
     def choose(*_):
         return TorchKernels() if kernels == "torch" else CpuKernels(dtype, PROFILES[kernels])
 
     monkeypatch.setattr(loading, "choose_kernels", choose)
-    return compiled_or_skip(lambda: load_model(folder))
+    return compiled_or_skip(lambda: load_model(folder, quantize=quantize))
 
 
 def differing(backend, seed: int, rounds: int = 14) -> list[int]:
@@ -95,6 +100,19 @@ def test_bits_depend_on_the_position_alone(family, dtype, kernels, threads, tmp_
     assert differing(backend, seed) == []
     for shapes in (SHAPES, FixedShapes(1, 32), FixedShapes(4, 32)):
         assert check_fixed(backend, shapes) == ""
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("quantize", get_args(Quantize))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", EXACT_ROWS)
+@pytest.mark.parametrize("level", LEVELS, indirect=True)
+@pytest.mark.usefixtures("level")
+def test_bits_depend_on_the_position_alone_at_each_level(family, dtype, quantize, tmp_path, monkeypatch, seed):
+    backend = model(tmp_path, family, dtype, "flat", monkeypatch, quantize)
+    assert differing(backend, seed) == []
+    assert check_fixed(backend, SHAPES) == ""
+    assert exact_rows(backend, FixedShapes(exact_rows=64)) == EXACT_ROWS[family]
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])

@@ -90,7 +90,7 @@ typedef struct {
     const elem *gate_up;
     elem *out;
     long rows, width; /* of out */
-    long activation;  /* 0 silu, 1 gelu by tanh */
+    long activation;  /* as in `activate` */
 } gate_args;
 
 INLINE void gate_vector(const elem *gate, const elem *up, elem *out, long lanes, int activation) {
@@ -102,9 +102,10 @@ void NAME(gate)(const gate_args * a, int threads) {
     for (long r = 0; r < a->rows; r++) {
         const elem *gate = a->gate_up + r * 2 * a->width, *up = gate + a->width;
         elem *out = a->out + r * a->width;
-        if (a->activation)
-            EACH_VECTOR(i, lanes, a->width, { gate_vector(gate + i, up + i, out + i, lanes, 1); });
-        else
-            EACH_VECTOR(i, lanes, a->width, { gate_vector(gate + i, up + i, out + i, lanes, 0); });
+        switch (a->activation) {
+        case 0: EACH_VECTOR(i, lanes, a->width, { gate_vector(gate + i, up + i, out + i, lanes, 0); }); break;
+        case 1: EACH_VECTOR(i, lanes, a->width, { gate_vector(gate + i, up + i, out + i, lanes, 1); }); break;
+        case 2: EACH_VECTOR(i, lanes, a->width, { gate_vector(gate + i, up + i, out + i, lanes, 2); }); break;
+        }
     }
 }

@@ -24,7 +24,7 @@ from baton.engine.kernels.cpu.compiler import chosen_level, load_library
 from baton.engine.kernels.cpu.kernel_choice import FLAT_ROWS, Choice, Profile
 from baton.engine.kernels.cpu.quantized import CompiledQuantized, QuantizedProducts
 from baton.engine.kernels.quantized import QuantizedWeight
-from baton.engine.kernels.torch_reference import TorchKernels, TorchLinear
+from baton.engine.kernels.torch_reference import TorchLinear
 
 
 class LinearArgs(ctypes.Structure):
@@ -132,7 +132,7 @@ class _Side(NamedTuple):
 
 
 ELEMENTS = {torch.bfloat16: "bf16", torch.float32: "f32"}
-GATES = {"silu": 0, "gelu_tanh": 1}
+GATES = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 NO_GATE = -1
 ANY_ROWS = 1 << 30
 
@@ -149,7 +149,6 @@ class CpuKernels:
         library, self.level = load_library(element, folder), chosen_level()
         self.dtype, self.profile, self.splits = dtype, profile, splits
         self.shapes: set[tuple[int, int]] = set()  # of weights of the linear layers made so far
-        self._torch = TorchKernels()
         self.products = Products.of(library, element)
         self._norm, self._norm_args = library[f"norm_{element}"], NormArgs()
         self._gate, self._gate_args = library[f"gate_{element}"], GateArgs()
@@ -199,8 +198,6 @@ class CpuKernels:
         return qkv[:, :heads]
 
     def gate(self, gate_up: Tensor, activation: str, out: Tensor) -> Tensor:
-        if activation not in GATES:
-            return self._torch.gate(gate_up, activation, out)
         args = self._gate_args
         args.gate_up, args.out = gate_up.data_ptr(), out.data_ptr()
         args.rows, args.width, args.activation = len(out), out.shape[1], GATES[activation]
@@ -208,7 +205,7 @@ class CpuKernels:
         return out
 
     def gated(self, gate_up: Linear, x: Tensor, activation: str, scratch: Tensor, out: Tensor) -> Tensor:
-        if isinstance(gate_up, CompiledLinear) and gate_up.is_tall(len(x)) and activation in GATES:
+        if isinstance(gate_up, CompiledLinear) and gate_up.is_tall(len(x)):
             return gate_up.tall(x, out, GATES[activation])
         return self.gate(gate_up(x, scratch), activation, out)
 
