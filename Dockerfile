@@ -19,7 +19,7 @@ RUN bash tools/image/dependencies.sh /opt/baton
 
 FROM base AS wheel
 COPY pyproject.toml constraints.txt README.md LICENSE ./
-COPY tools/image/wheel.sh tools/image/
+COPY tools/image/wheel.sh tools/image/wheel_hook.py tools/image/
 COPY baton baton
 COPY router router
 COPY prefill_workers prefill_workers

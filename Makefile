@@ -37,7 +37,7 @@ KERNEL_SUITES := tests/unit/kernels tests/integration/test_tensor_parallel.py te
 # The mark stands in the files of the tests, so that no other file needs to be imported.
 SERIAL_SUITES = $(shell grep -rl --include='test_*.py' 'mark\.serial' tests)
 
-.PHONY: help setup proto fmt check fast lint types layers budget fresh regenerate test without-kernels chaos soak stress mutants handoff-states demo bench gpu-test clean
+.PHONY: help setup proto fmt check fast lint types layers budget fresh regenerate test without-kernels chaos soak stress mutants handoff-states demo bench wheel gpu-test clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 17
@@ -140,6 +140,9 @@ bench: $(SETUP)  ## every benchmark in its quick form
 
 gpu-test: $(SETUP)  ## first run on one GPU: ten steps in eight minutes, results in build/gpu-first.json (DRY=--dry: on the CPU)
 	@$(BIN)/python -m benchmarks.gpu --first $(DRY) --json build/gpu-first.json
+
+wheel: $(SETUP)  ## build an sdist and a wheel with compiled kernels and the demo model in dist/ (x86-64 Linux, needs a C compiler)
+	@BATON_WHEEL_KERNELS=all $(BIN)/python -m build --no-isolation
 
 clean:  ## remove environments, caches and build outputs
 	@rm -rf .venv .venv-proto build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info

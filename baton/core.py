@@ -336,6 +336,8 @@ class WorkerInfo:
     nondeterminism: str = ""
     thinking_chunk: int = 0
     metrics: str = ""  # host:port, or empty if it serves none
+    cpu_level: str = ""  # of the compiled kernels; "none" means torch's, empty a GPU or no model
+    quantize: str = ""  # "none", "int8" or "int4"; empty from an older worker
 
 
 @dataclass(slots=True)

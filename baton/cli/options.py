@@ -7,7 +7,10 @@ from typing import Annotated
 
 import typer
 
+import baton
+
 LOCAL = Path("configs/local.yaml")
+SHIPPED = Path(baton.__file__).parent / "shipped"  # only in a wheel of `make wheel`
 
 # The cluster file
 ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="the cluster file", show_default=True)]
@@ -39,3 +42,11 @@ Timeout = Annotated[float, typer.Option("--timeout", help="timeout of each reque
 
 # Output
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+
+def or_shipped(file: Path) -> tuple[Path, tuple[str, ...]]:
+    """Return the file, or outside a repository the wheel's `LOCAL`, with the setting that names the wheel's model."""
+    shipped = SHIPPED / LOCAL
+    if file != LOCAL or file.exists() or not shipped.exists():
+        return file, ()
+    return shipped, (f"model.path={SHIPPED / 'models' / 'demo'}",)

@@ -255,7 +255,9 @@ class ModelConfig(Section):
         description="a checkpoint folder, hf:org/name[@revision], or oracle",
         json_schema_extra={"anyOf": [{"not": {"pattern": "^hf:"}}, {"pattern": f"^{HUB_NAME.pattern}$"}]},
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(default="auto", description="auto means the checkpoint's")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="auto means the checkpoint's, unless float32 is faster"
+    )
     quantize: Literal["none", "int8", "int4"] = Field(
         default="none", description="round the weights of linear layers to 8 or 4 bits while loading"
     )

@@ -81,6 +81,8 @@ class _Worker(_Model):
     nondeterminism: Annotated[str, Field(max_length=MAX_REASON_CHARS)] = ""
     thinking_chunk: _Count = 0
     metrics: Annotated[str, Field(max_length=256)] = ""
+    cpu_level: Annotated[str, Field(max_length=256)] = ""
+    quantize: Annotated[str, Field(max_length=256)] = ""
 
 
 def worker_to_json(info: WorkerInfo) -> bytes:

@@ -297,6 +297,9 @@ def fitted(seen: Measured, cluster: ClusterStatus, tensor_parallel: int, name: s
         model=cluster.model,
         hardware=f"{platform.processor() or platform.machine()}, {len(cluster.workers)} workers",
         source=f"baton profile --live, Baton {cluster.version}",
+        level=worker.cpu_level,
+        dtype=worker.layout.dtype,
+        quantize=worker.quantize,
         token_bytes=worker.layout.layers * worker.layout.layer_token_bytes,  # of all ranks
         layers=worker.layout.layers,
         link=Link(bytes_per_s=max(speeds, default=MEMORY_BYTES_PER_S)),

@@ -105,12 +105,17 @@ class RequestOverheads(Section):
 
 
 class Profile(Section):
-    """A model on some hardware. `token_bytes`: KV per token. `source`: author, place and method of the measurements."""
+    """A model on some hardware. `token_bytes`: KV per token. `source`: author, place and method of the measurements.
+    `level`, `dtype` and `quantize` are those of the measured workers; empty means unknown.
+    """
 
     name: str
     model: str
     hardware: str
     source: Annotated[str, Field(min_length=1)]
+    level: str = ""
+    dtype: str = ""
+    quantize: str = ""
     token_bytes: Annotated[float, Field(ge=0)]
     layers: Annotated[int, Field(gt=0)]
     link: Link
@@ -124,6 +129,11 @@ class Profile(Section):
         if len(set(sizes)) < len(sizes):
             raise ValueError(f"tensor_parallel must differ between layouts, got {', '.join(map(str, sizes))}")
         return layouts
+
+    @property
+    def kind(self) -> str:
+        """The level, dtype and weight format that were measured, as far as they are known."""
+        return " ".join(part for part in (self.level, self.dtype, self.quantize) if part not in {"", "none"})
 
     @property
     def sizes(self) -> tuple[int, ...]:

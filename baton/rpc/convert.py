@@ -300,6 +300,8 @@ def info_from_pb(message: common.WorkerInfo) -> WorkerInfo:
         nondeterminism=message.nondeterminism,
         thinking_chunk=message.thinking_chunk,
         metrics=message.metrics,
+        cpu_level=message.cpu_level,
+        quantize=message.quantize,
     )
 
 

@@ -21,12 +21,13 @@ import torch
 from baton.core import Finish, HandoffId, Role, Sampling, SequenceSpec, Token
 from baton.engine.determinism.checks import WINDOW, checked_shapes, load_passes
 from baton.engine.engine import Engine
-from baton.engine.kernels.cpu.compiler import machine, state_folder
+from baton.engine.kernels.cpu.compiler import level_here, machine, state_folder
 from baton.engine.kernels.gpu.cuda_memory import can_expose
 from baton.engine.kernels.gpu.flash_attention import BLOCK_MULTIPLE
 from baton.engine.kernels.gpu.shapes import WIDEST_HEAD
 from baton.engine.kernels.gpu.warm_up import claim_activations, warm_forwards
-from baton.engine.kv_cache import size_kv
+from baton.engine.kernels.select import level_in_use
+from baton.engine.kv_cache import DTYPES, size_kv
 from baton.engine.model_backend import ModelBackend
 from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.engine.step_result import Counters
@@ -290,19 +291,39 @@ def pick_device(device: str, key: str = "device") -> str:
     return device
 
 
+def level_of(settings: WorkerSettings, dtype: str) -> str:
+    """Return the level of a worker's CPU kernels, "none" for torch's, or "" for a GPU or the oracle."""
+    if settings.model_path == ORACLE_MODEL or pick_device(settings.device) != "cpu":
+        return ""
+    return level_in_use(DTYPES[dtype])
+
+
+def weight_format(settings: WorkerSettings) -> str:
+    """Return how the weights of linear layers are kept: "none", "int8" or "int4". A checkpoint may store them so."""
+    if settings.quantize != "none" or settings.model_path == ORACLE_MODEL:
+        return settings.quantize
+    from baton.engine.models.config import read_config  # the oracle needs no transformer
+
+    stored = read_config(model_folder(settings.model_path, weights=False)).quantised
+    return "none" if stored is None else f"int{stored.bits}"
+
+
 def passes_path(settings: WorkerSettings) -> Path:
     """Return the file with the measured times of verify passes. Workers share it if they have the same processor or
-    GPU, torch, model shape, dtype, number of ranks and threads. Raises CheckpointError or OSError without a model.
+    GPU, torch, model shape, number of ranks and threads, and the same dtype, level and weight format, which the name
+    has. Raises CheckpointError or OSError without a model.
     """
     device, model = pick_device(settings.device), model_folder(settings.model_path, weights=False)
     if device == "cpu":
         threads = torch.get_num_threads() if settings.threads is None else settings.threads
         here = machine().model, *sorted(machine().flags), f"{threads} threads"
+        level = level_here()
     else:
         here = (torch.cuda.get_device_properties(torch.device(device)).name,)
-    named = settings.dtype, settings.quantize, settings.kv_dtype, f"{settings.tensor_parallel} ranks"
-    facts = (model / "config.json").read_text(), *named
-    return state_folder() / "profile" / f"{fingerprint((*facts, torch.__version__, *here))}-passes.json"
+        level = "gpu"
+    facts = (model / "config.json").read_text(), settings.kv_dtype, f"{settings.tensor_parallel} ranks"
+    kind = f"{settings.dtype}-{settings.quantize}-{level}"
+    return state_folder() / "profile" / f"{fingerprint((*facts, torch.__version__, *here))}-{kind}-passes.json"
 
 
 def settled(settings: WorkerSettings) -> WorkerSettings:

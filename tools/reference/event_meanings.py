@@ -82,7 +82,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "workers": {
         "process_started": (_ALL, "the whole config of the process, without secrets; `gpus` is CUDA_VISIBLE_DEVICES"),
         "model_loading": (_BOTH, "progress, every few seconds"),
-        "model_loaded": (_BOTH, "the model is in memory; `dtype` is that of the KV; `resident_gb` is the memory of the whole process"),
+        "model_loaded": (_BOTH, "the model is in memory; `dtype` is that of the KV; `resident_gb` counts the whole process"),
         "model_loads_anew": (_BOTH, "the new role needs other weights"),
         "worker_ready": (_BOTH, "the worker is registered and serves"),
         "router_joined": (_BOTH, "a router opened its stream"),
@@ -169,6 +169,10 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "kernels": {
         "kernels_torch": (_BOTH, "the kernels of torch are in use, because no faster ones work here"),
         "attention_splits_without_effect": (_BOTH, "these kernels have no attention splits"),
+        "profile_not_used": (
+            _BOTH,
+            "profiles of this machine are for another dtype, level, weight format or thread count",
+        ),
         "profile_unreadable": (_BOTH, "the file of `baton profile` is invalid"),
         "verify_passes": (_BOTH, "the shapes of verify passes"),
         "fixed_forwards_checked": (_BOTH, "the results of a fixed shape do not depend on the other sequences"),

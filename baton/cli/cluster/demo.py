@@ -14,6 +14,7 @@ from pathlib import Path
 import typer
 
 from baton.cli.cluster.launch import run_cluster
+from baton.cli.options import or_shipped
 from baton.cli.requests.generate import latency, placed
 from baton.cli.target import Credentials
 from baton.client import Client
@@ -37,8 +38,9 @@ FREE_PORTS = tuple(f"router.{listener}=127.0.0.1:0" for listener in ("grpc", "ad
 def run_demo(file: Path, sets: Sequence[str], stop: Stop, *, stay: bool) -> None:
     """Run the demo. `stay` adds the live page, with requests until `stop`. Raises BatonError if a part fails."""
     configure_logging("warning", "auto")
+    file, model = or_shipped(file)
     http = "router.http=127.0.0.1:0" if stay else "router.http=null"
-    sets = [*SETS, *FREE_PORTS, http, *sets]
+    sets = [*SETS, *FREE_PORTS, http, *model, *sets]
     config = load_config(file, sets, os.environ)
     cpu_level()  # reject a wrong level now, because each worker would reject it later
     started = time.monotonic()

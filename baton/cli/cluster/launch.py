@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import typer
 
+from baton.cli.cluster.dtype import with_dtype
 from baton.cli.cluster.model_check import check_model
 from baton.cli.cluster.phases import shown_phases
 from baton.cli.cluster.serve import role_factories
@@ -68,11 +69,19 @@ def fetched(config: ClusterConfig, stop: Stop) -> ClusterConfig:
     path = config.model.path
     if not path.startswith(HUB_PREFIX):
         return config
+    code, output = _output((*COMMAND, path), stop)
+    if code:
+        raise typer.Exit(code)
+    name = pinned(path, Path(output.strip()))
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": name})})
+
+
+def _output(argv: Sequence[str], stop: Stop) -> tuple[int, str]:
+    """Run this Python with arguments; return its exit code and output. Raises Cancelled, which ends it."""
     # in a child process, because only a process can be stopped immediately
     env = os.environ | {PARENT: str(os.getpid())}
-    with subprocess.Popen(
-        [sys.executable, *COMMAND, path], stdout=subprocess.PIPE, text=True, env=env, process_group=0
-    ) as process:
+    command = [sys.executable, *argv]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env, process_group=0) as process:
         try:
             while process.poll() is None:
                 stop.check()
@@ -81,10 +90,7 @@ def fetched(config: ClusterConfig, stop: Stop) -> ClusterConfig:
             process.kill()
             raise
         output = process.stdout.read() if process.stdout else ""
-    if process.returncode:
-        raise typer.Exit(process.returncode)
-    name = pinned(path, Path(output.strip()))
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": name})})
+    return process.returncode, output
 
 
 def up(file: Path, sets: Sequence[str], stop: Stop, *, detach: bool, as_json: bool) -> None:
@@ -128,6 +134,7 @@ def run_cluster(
     check_gpus(config, gpus)
     config = fetched(config, stop)
     check_model(config, gpus)
+    config = with_dtype(config, gpus, lambda argv: _output(argv, stop)[1])
     folder = StateFolder(config.name, home)
     command = [sys.executable, "-m", "baton", "router", "-c", str(folder.config)]
     control = make_control(config, folder, gpus)

@@ -21,9 +21,10 @@ from baton.errors import BatonError, NoWorker
 
 if TYPE_CHECKING:
     from baton.client.types import ClusterStatus, Control, WorkerStatus
+    from baton.core import WorkerInfo
 
-COLUMNS = ["worker", "role", "state", "address", "metrics", "pid", "running", "waiting", "prefill tok", "decode steps"]
-COLUMNS += ["KV moved", "blocks", "channels"]
+COLUMNS = ["worker", "role", "state", "address", "metrics", "pid", "computes with", "running", "waiting", "prefill tok"]
+COLUMNS += ["decode steps", "KV moved", "blocks", "channels"]
 SILENT_S = 5.0
 TIMEOUT_S = 5.0  # of each router
 LATEST = 5  # decisions shown
@@ -183,6 +184,12 @@ def determinism(cluster: ClusterStatus) -> Iterator[str]:
         )
 
 
+def _computes_with(info: WorkerInfo) -> str:
+    """Return the level of CPU kernels, the dtype, and the weight format if it differs: avx2 bfloat16 int8."""
+    weights = "" if info.quantize == "none" else info.quantize
+    return " ".join(part for part in (info.cpu_level, info.layout.dtype, weights) if part)
+
+
 def _row(worker: WorkerStatus) -> tuple[str, ...]:
     load, blocks = worker.load, worker.load.blocks
     counts = {state: count for state, count in dataclasses.asdict(blocks).items() if state != "total" and count}
@@ -194,6 +201,7 @@ def _row(worker: WorkerStatus) -> tuple[str, ...]:
         worker.info.ref.address,
         worker.info.metrics or "-",
         str(worker.info.pid),
+        _computes_with(worker.info),
         str(load.running),
         str(load.waiting),
         str(load.prefill_tokens),

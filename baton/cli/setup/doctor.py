@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.options import LOCAL, ConfigFile, Json, Sets
+from baton.cli.options import LOCAL, ConfigFile, Json, Sets, or_shipped
 from baton.cli.setup.findings import BAD, OK, WARN, Finding
 from baton.errors import BatonError, ConfigError
 
@@ -53,6 +53,8 @@ def examine(file: Path, sets: Sequence[str], facts: GpuFacts | None = None) -> I
     from baton.cluster.gpus import gpu_pools
     from baton.config import load_config
 
+    file, model = or_shipped(file)
+    sets = [*model, *sets]
     yield Finding("python", OK, platform.python_version())
     yield from _versions()
     try:
@@ -268,7 +270,7 @@ def _shared_memory(*, with_gpus: bool) -> Finding:
 def _kernels() -> Finding:
     import torch
 
-    from baton.engine.kernels.cpu.compiler import LEVEL_VARIABLE, Unavailable, cpu_level
+    from baton.engine.kernels.cpu.compiler import LEVEL_VARIABLE, PACKAGED, Unavailable, cpu_level
     from baton.engine.kernels.cpu.kernel_choice import Profile
     from baton.engine.kernels.cpu.ops import ELEMENTS, CpuKernels
 
@@ -280,7 +282,9 @@ def _kernels() -> Finding:
         remedy = "gcc and a processor with AVX2" if cpu_level() == "native" else f"unset {LEVEL_VARIABLE}"
         return Finding("cpu kernels", WARN, f"torch's, which are slower: {why}", remedy)
     elements = ", ".join(kernels.element for kernels in made)
-    return Finding("cpu kernels", OK, f"compiled for {made[0].level} ({elements}), {torch.get_num_threads()} threads")
+    origin = "in the wheel" if Path(made[0].library._name).parent == PACKAGED else "on this machine"
+    text = f"compiled for {made[0].level} ({elements}), {origin}, {torch.get_num_threads()} threads"
+    return Finding("cpu kernels", OK, text)
 
 
 def _clock() -> Finding:

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -20,9 +21,10 @@ from baton.bench.traces import read_trace
 from baton.bench.workload import Times
 from baton.config import ClusterConfig, load_config
 from baton.config.schema import PoolConfig
+from baton.engine.kernels.cpu.compiler import LEVEL_VARIABLE
 from baton.errors import ConfigError
 from baton.logs import configure_logging
-from baton.planner.profile import load_profile
+from baton.planner.profile import Profile, load_profile
 from baton.planner.search import OWN, Answer, Planner, Shape, Site, Tried, Workload, kind
 from baton.planner.sim.cluster import simulate
 from baton.planner.sim.scenario import Death, Fault, Pool, Router, Slo, Slow, SlowLink
@@ -76,7 +78,9 @@ def print_plan(options: PlanOptions, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(_plain(answer, site)))
         return
-    typer.echo(f"{site.profile.name}: {site.profile.model} on {site.profile.hardware}\nsource: {site.profile.source}\n")
+    profile = site.profile
+    hardware = f"{profile.hardware}, {profile.kind}" if profile.kind else profile.hardware
+    typer.echo(f"{profile.name}: {profile.model} on {hardware}\nsource: {profile.source}\n")
     _show(answer)
     for line in verdict(answer, options.gpus, options.attainment):
         typer.echo(line)
@@ -135,6 +139,8 @@ def _rate(options: PlanOptions, workload: Workload) -> float:
 def _site(options: PlanOptions, config: ClusterConfig | None) -> Site:
     """Combine the workers, router and goals of the cluster file with the options, which take precedence."""
     site = Site(load_profile(options.profile), seed=options.seed)
+    if config is not None:
+        _check_kind(site.profile, config, os.environ)
     goals = Slo(config.slo.ttft_ms / 1e3, config.slo.itl_ms / 1e3) if config is not None else site.slo
     if config is not None:
         site = replace(site, prefill=_pool(config.prefill), decode=_pool(config.decode), router=_router(config))
@@ -144,6 +150,19 @@ def _site(options: PlanOptions, config: ClusterConfig | None) -> Site:
     ttft_s = options.ttft_ms / 1e3 if options.ttft_ms is not None else goals.ttft_s
     itl_s = options.itl_ms / 1e3 if options.itl_ms is not None else goals.itl_s
     return replace(site, slo=replace(goals, ttft_s=ttft_s, itl_s=itl_s))
+
+
+def _check_kind(profile: Profile, config: ClusterConfig, environ: Mapping[str, str]) -> None:
+    """Raise ConfigError for a profile of workers with other kernels or weights than those of the cluster file. `auto`
+    and a level that is not forced fit any profile, because another machine may resolve them.
+    """
+    level = environ.get(LEVEL_VARIABLE) or "native"
+    wanted = {"level": level, "dtype": config.model.dtype, "quantize": config.model.quantize}
+    measured = {"level": profile.level, "dtype": profile.dtype, "quantize": profile.quantize}
+    for key, value in wanted.items():
+        if measured[key] and value not in {measured[key], "auto", "native"}:
+            has = f"{profile.name} has {key} {measured[key]}"
+            raise ConfigError(f"--profile: {has}, but workers of the file have {key} {value}; measure them anew")
 
 
 def _pool(config: PoolConfig) -> Pool:

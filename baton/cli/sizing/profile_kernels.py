@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from baton.cli.cluster.dtype import unstoppable, with_dtype
 from baton.cluster.gpus import narrow
 from baton.config import load_config
 from baton.core import Role
@@ -32,6 +33,8 @@ def profile_kernels(file: Path, sets: list[str], *, as_json: bool) -> None:
     """Measure for each number of threads of a cluster file's pools. Raises ConfigError, CheckpointError."""
     configure_logging("warning", "auto")
     config = load_config(file, sets, os.environ)
+    if not torch.cuda.device_count():
+        config = with_dtype(config, (), unstoppable)  # as `baton up` does
     for role in Role:
         config = narrow(config, role, os.environ)  # kernels run on the current device, which is the first one
     pools = {settings.threads: settings for settings in (from_config(config, role, "profile") for role in Role)}
@@ -46,7 +49,7 @@ def _profile_pool(settings: WorkerSettings) -> dict[str, object]:
     if settings.model_path == ORACLE_MODEL:
         raise _nothing_to_profile(settings)
     kernels = _profile_kernels(settings) if pick_device(settings.device) == "cpu" else {}
-    return {**kernels, "verify_passes": _profile_passes(settings)}
+    return {**kernels, "quantize": settings.quantize, "verify_passes": _profile_passes(settings)}
 
 
 def _profile_passes(settings: WorkerSettings) -> dict[str, object]:
@@ -103,11 +106,13 @@ def _keep(kernels: CpuKernels, points: list[Point], attention: list[float] | Non
         unified = "preset" if found.unified_max is not None else "running"
         times = f"running {attention[0] * 1e6:.0f} us, preset {attention[1] * 1e6:.0f} us"
         console.print(f"attention: {unified} maximum ({times})")
-    console.print(f"kept in {path}")
+    dtype = str(kernels.dtype).removeprefix("torch.")
+    console.print(f"kept in {path}, for {kernels.level} with {dtype}")
     return {
         "path": str(path),
         "threads": torch.get_num_threads(),
-        "dtype": str(kernels.dtype).removeprefix("torch."),
+        "dtype": dtype,
+        "level": kernels.level,
         "choices": {f"{width}x{k}": choice._asdict() for (width, k), choice in sorted(found.choices.items())},
         "unified_max": found.unified_max,
         "points": [p._asdict() for p in points],

@@ -26,6 +26,7 @@ from baton.core import KVLayout
 from baton.engine.batch import Batch
 from baton.engine.determinism.shapes import SHORT, SHORT_UNTIL, FixedShapes
 from baton.engine.kernels.cpu.compiler import machine
+from baton.engine.kernels.cpu.kernel_choice import name_others
 from baton.engine.kernels.cpu.tuning import alternate
 from baton.engine.kernels.gpu.driver import driver_version
 from baton.engine.kv_cache import KVCache
@@ -263,6 +264,7 @@ def load_passes(path: Path) -> VerifyShapeTimes | None:
             raise ValueError("it has no valid times of verify passes")
         return VerifyShapeTimes(seconds, int(stored["steady"]))
     except FileNotFoundError:
+        name_others(path)
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         log.warning("profile_unreadable", path=str(path), error=str(error))

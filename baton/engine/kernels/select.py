@@ -10,7 +10,7 @@ import structlog
 import torch
 
 from baton.engine.kernels.base import Kernels, Splits
-from baton.engine.kernels.cpu.compiler import Unavailable, chosen_level, state_folder
+from baton.engine.kernels.cpu.compiler import Unavailable, chosen_level, load_library, state_folder
 from baton.engine.kernels.cpu.kernel_choice import load_profile, profile_path
 from baton.engine.kernels.cpu.ops import ELEMENTS, CompiledBlockCopy, CpuKernels
 from baton.engine.kernels.torch_reference import TorchKernels
@@ -23,6 +23,15 @@ OLDEST_GPU = (8, 0)  # Ampere: the first with bfloat16
 def profile_of(dtype: torch.dtype) -> Path:
     """Return the path of the profile for this machine, its level and torch's threads. Raises as `chosen_level` does."""
     return profile_path(ELEMENTS[dtype], chosen_level(), torch.get_num_threads(), torch.__version__)
+
+
+def level_in_use(dtype: torch.dtype) -> str:
+    """Return the level of the compiled CPU kernels for a dtype, or "none" if torch computes there."""
+    try:
+        load_library(ELEMENTS[dtype])
+    except Unavailable:
+        return "none"
+    return chosen_level()
 
 
 def block_copy(kernels: Kernels) -> CompiledBlockCopy | None:

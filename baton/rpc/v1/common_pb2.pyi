@@ -738,6 +738,8 @@ class WorkerInfo(_message.Message):
     NONDETERMINISM_FIELD_NUMBER: _builtins.int
     THINKING_CHUNK_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
+    CPU_LEVEL_FIELD_NUMBER: _builtins.int
+    QUANTIZE_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """prefill | decode"""
     fingerprint: _builtins.str
@@ -756,6 +758,10 @@ class WorkerInfo(_message.Message):
     """tokens of a thinking chunk; 0 if the model does not think"""
     metrics: _builtins.str
     """host:port of the metrics listener; empty: no metrics are served"""
+    cpu_level: _builtins.str
+    """instructions of the compiled kernels, such as avx2; none: torch's kernels; empty: a GPU"""
+    quantize: _builtins.str
+    """weights of linear layers: none, int8 or int4; empty: an older worker"""
     @_builtins.property
     def ref(self) -> Global___WorkerRef: ...
     @_builtins.property
@@ -777,10 +783,12 @@ class WorkerInfo(_message.Message):
         nondeterminism: _builtins.str = ...,
         thinking_chunk: _builtins.int = ...,
         metrics: _builtins.str = ...,
+        cpu_level: _builtins.str = ...,
+        quantize: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "ref", b"ref"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["determinism", b"determinism", "fingerprint", b"fingerprint", "host", b"host", "layout", b"layout", "max_model_len", b"max_model_len", "metrics", b"metrics", "model", b"model", "nondeterminism", b"nondeterminism", "pid", b"pid", "protocol_version", b"protocol_version", "ref", b"ref", "role", b"role", "thinking_chunk", b"thinking_chunk", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_level", b"cpu_level", "determinism", b"determinism", "fingerprint", b"fingerprint", "host", b"host", "layout", b"layout", "max_model_len", b"max_model_len", "metrics", b"metrics", "model", b"model", "nondeterminism", b"nondeterminism", "pid", b"pid", "protocol_version", b"protocol_version", "quantize", b"quantize", "ref", b"ref", "role", b"role", "thinking_chunk", b"thinking_chunk", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -76,6 +76,18 @@ def test_each_router_is_shown_and_one_that_does_not_answer_hides_no_other(status
         status(None, None)
 
 
+def test_what_a_worker_computes_with_is_in_its_row(status):
+    router = FakeRouter("one")
+    (one,) = router.reply.workers
+    one.info.cpu_level, one.info.layout.dtype, one.info.quantize = "avx512-vnni", "bfloat16", "int8"
+    assert " avx512-vnni bfloat16 int8 " in status(router)
+    (found,) = status(router, as_json=True)["workers"]
+    info = found["info"]
+    assert (info["cpu_level"], info["layout"]["dtype"], info["quantize"]) == ("avx512-vnni", "bfloat16", "int8")
+    one.info.quantize = "none"
+    assert " avx512-vnni bfloat16  " in status(router)
+
+
 def test_who_takes_deterministic_requests_is_said_once(status):
     router = FakeRouter("one")
     for name, (said, why_not, passes) in {"p1": ("x", "", 2), "d0": ("x", "", 5), "d1": ("", "a GPU", 0)}.items():

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from baton.engine.kernels import select
 from baton.engine.kernels.cpu import compiler, kernel_choice, tuning
@@ -191,6 +192,15 @@ def test_another_torch_level_dtype_or_thread_count_has_another_profile(tmp_path)
     other = ("f32", "avx2", 1, "2"), ("bf16", "avx512", 1, "2"), ("bf16", "avx2", 2, "2"), ("bf16", "avx2", 1, "3")
     paths = {kernel_choice.profile_path(*key, tmp_path) for key in (("bf16", "avx2", 1, "2"), *other)}
     assert len(paths) == 5
+
+
+def test_a_profile_of_another_level_is_named_and_not_used(tmp_path):
+    other, wanted = (kernel_choice.profile_path("bf16", level, 1, "2", tmp_path) for level in ("avx2", "avx512"))
+    save_profile(other, Profile({(64, 32): Choice(7, True)}))
+    with capture_logs() as logs:
+        assert load_profile(wanted) == Profile()
+    (line,) = logs
+    assert (line["event"], line["wanted"], line["found"]) == ("profile_not_used", wanted.name, [other.name])
 
 
 @pytest.mark.parametrize("given", [None, "/var/cache/kernels"])

@@ -84,6 +84,24 @@ def test_the_cluster_file_says_goals_pools_and_bounds_and_is_tried_as_it_is(fake
     assert found["tried"][0]["why"] == "the file"
 
 
+@pytest.mark.parametrize("key", ["level", "dtype", "quantize"])
+def test_a_profile_of_other_kernels_or_weights_is_rejected_by_name(fake, tmp_path, monkeypatch, key):
+    path, cluster = tmp_path / "p.json", tmp_path / "c.yaml"
+    kind = {"level": "avx2", "dtype": "bfloat16", "quantize": "int8"}
+    path.write_text(profile(**kind).model_dump_json())
+    cluster.write_text("model: {path: oracle, quantize: int8}\n")
+    monkeypatch.delenv("BATON_CPU_LEVEL", raising=False)
+    assert planned("--profile", path, *LOAD, "-c", cluster)["tried"]
+    assert "made up" in run("--profile", path, *LOAD).stdout
+    assert "h, avx2 bfloat16 int8\n" in run("--profile", path, *LOAD).stdout
+    monkeypatch.setenv("BATON_CPU_LEVEL", "avx512" if key == "level" else "avx2")
+    sets = {"level": (), "dtype": ("model.dtype=float32",), "quantize": ("model.quantize=int4",)}[key]
+    done = run("--profile", path, *LOAD, "-c", cluster, *(word for one in sets for word in ("--set", one)))
+    assert re.search(
+        rf"--profile: easy has {key} {kind[key]}, but workers of the file have {key} ", str(done.exception)
+    )
+
+
 def test_what_if_simulates_one_layout_at_its_share_of_the_load(fake, file):
     found = planned("--profile", file, *LOAD, "--what-if", "prefill=1,decode=1,workers=100,fault=death:decode-3@2")
     (asked,) = fake.asked

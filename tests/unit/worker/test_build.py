@@ -19,6 +19,7 @@ from baton.config import load_config
 from baton.core import HandoffId, Incarnation, Role, Sampling, SequenceSpec
 from baton.engine.determinism.checks import VerifyShapeTimes, device_facts, save_passes
 from baton.engine.determinism.shapes import FixedShapes
+from baton.engine.kernels.cpu.compiler import machine
 from baton.engine.kv_cache import KVCache
 from baton.engine.models.checkpoint import LoadProgress
 from baton.engine.oracle import OracleBackend, oracle_layout
@@ -29,12 +30,14 @@ from baton.worker.engine_factory import (
     block_size_of,
     build_engine,
     exposes_kv,
+    level_of,
     load_backend,
     passes_path,
     pick_device,
     settled,
     warm_up,
     warm_up_specs,
+    weight_format,
 )
 from baton.worker.lifecycle import _info
 from baton.worker.process import _Model, reasons_to_load
@@ -473,10 +476,20 @@ def test_workers_of_one_kind_and_models_of_one_shape_have_one_place(demo, tmp_pa
     here = passes_path(demo())
     same = ("decode.max_running=3", "decode.block_size=32", "decode.kv_memory=1MiB", "decode.max_batched_tokens=999")
     assert {passes_path(demo(each)) for each in same} == {here}
-    others = ("decode.threads=7", "model.dtype=float32", "decode.tensor_parallel=2")
-    assert len({passes_path(demo(each)) for each in others} | {here}) == 4
+    others = ("decode.threads=7", "model.dtype=float32", "decode.tensor_parallel=2", "model.quantize=int8")
+    assert len({passes_path(demo(each)) for each in others} | {here}) == 5
     another = demo(f"model.path={tmp_path}")
     (tmp_path / "config.json").write_bytes((DEMO / "config.json").read_bytes())
     assert passes_path(another) == here
     (tmp_path / "config.json").write_text("{}")
     assert passes_path(another) != here
+
+
+def test_the_level_and_the_weights_of_a_worker_are_reported(demo, monkeypatch):
+    monkeypatch.setenv("BATON_CPU_LEVEL", "none")
+    assert (level_of(demo(), "float32"), level_of(demo("model.path=oracle"), "float32")) == ("none", "")
+    assert [weight_format(demo(f"model.quantize={kind}")) for kind in ("none", "int8")] == ["none", "int8"]
+    assert "-none-passes" in passes_path(demo()).name
+    if "avx2" in machine().flags:
+        monkeypatch.setenv("BATON_CPU_LEVEL", "avx2")
+        assert "-avx2-passes" in passes_path(demo()).name

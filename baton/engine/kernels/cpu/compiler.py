@@ -1,4 +1,4 @@
-"""Compilation of the C kernels for this machine, once, into the state folder.
+"""Compilation of the C kernels for this machine, once, into the state folder. Kernels of the wheel come first.
 
 The name of a library depends on sources, compiler and processor, so a stale library is never loaded. The sources are
 compiled for OpenMP but not linked to it, so that the library shares the threads of torch's own OpenMP runtime.
@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +29,8 @@ LEVELS = {  # needed instructions, best first. VNNI is for quantised weights onl
     "avx-vnni": (*AVX2, "avx_vnni"),
     "avx2": AVX2,
 }
-FLAGS = ("-std=gnu11", "-O3", "-mtune=native", "-mprefer-vector-width=512", "-fopenmp", "-fPIC")
+FLAGS = ("-std=gnu11", "-O3", "-mprefer-vector-width=512", "-fopenmp", "-fPIC")
+PACKAGED = SOURCES / "built"  # kernels that a wheel may contain
 COMPILE_SECONDS = 600  # on a machine that other work keeps busy; else some seconds
 LEVEL_VARIABLE = "BATON_CPU_LEVEL"
 
@@ -57,16 +59,18 @@ def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> Machine:
 
 
 def load_library(element: str, folder: Path | None = None) -> ctypes.CDLL:
-    """Load the kernels for "bf16" or "f32" elements, compiled into `folder` (default: the state folder) if missing.
-    Raises Unavailable like `chosen_level`, and if compilation or loading fails.
+    """Load the kernels for "bf16" or "f32" elements: those of the wheel if it has them for these sources, else compiled
+    into `folder` (default: the state folder). Raises Unavailable like `chosen_level`, and if that fails.
     """
     level = chosen_level()
     import torch  # noqa: F401  (loads the OpenMP runtime that provides the library's symbols)
 
+    with suppress(OSError):  # it is not there, or needs a newer C library
+        return ctypes.CDLL(str(_packaged(PACKAGED, element, level)), mode=os.RTLD_NOW)
     path = _path(folder or state_folder() / "kernels", element, level)
     try:
         if not path.is_file():
-            _compile(path, element, level)
+            _compile(path, _flags(element, level))
         return ctypes.CDLL(str(path), mode=os.RTLD_NOW)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unavailable(f"the kernels cannot be compiled or loaded: {error}") from error
@@ -95,6 +99,14 @@ def chosen_level() -> str:
     raise Unavailable(f"the processor ({here.model}) has no {', '.join(missing)}")
 
 
+def level_here() -> str:
+    """Return `chosen_level`, or "none" where the kernels cannot run. Raises ConfigError if the variable is invalid."""
+    try:
+        return chosen_level()
+    except Unavailable:
+        return "none"
+
+
 def state_folder() -> Path:
     """Return the folder for profiles and compiled kernels: `$BATON_HOME`, or `~/.baton`."""
     return Path(os.environ.get("BATON_HOME") or Path.home() / ".baton").expanduser()
@@ -108,19 +120,35 @@ def _compiler() -> str:
     return found
 
 
-def _flags(element: str, level: str) -> tuple[str, ...]:
-    define = ("-DELEM_BF16",) if element == "bf16" else ()
-    return (*FLAGS, *(f"-m{flag.replace('_', '')}" for flag in LEVELS[level]), *define)
+def compile_portable(folder: Path, level: str) -> list[Path]:
+    """Compile the kernels of a level for a wheel, for any processor that has it. Raises Unavailable."""
+    paths = {element: _packaged(folder, element, level) for element in ("bf16", "f32")}
+    for element, path in paths.items():
+        _compile(path, _flags(element, level, tune="generic"))
+    return list(paths.values())
 
 
-def _path(folder: Path, element: str, level: str) -> Path:
-    sources, here = [file.read_text() for file in sorted(SOURCES.glob("*.[ch]"))], machine()
-    version = _run((_compiler(), "--version")).splitlines()[0]
-    key = fingerprint((*sources, *_flags(element, level), version, here.model, *sorted(here.flags)))
+def _packaged(folder: Path, element: str, level: str) -> Path:
+    key = fingerprint((*_sources(), *_flags(element, level, tune="generic")))
     return folder / f"{element}-{level}-{key}.so"
 
 
-def _compile(path: Path, element: str, level: str) -> None:
+def _sources() -> list[str]:
+    return [file.read_text() for file in sorted(SOURCES.glob("*.[ch]"))]
+
+
+def _flags(element: str, level: str, tune: str = "native") -> tuple[str, ...]:
+    define = ("-DELEM_BF16",) if element == "bf16" else ()
+    return (*FLAGS, f"-mtune={tune}", *(f"-m{flag.replace('_', '')}" for flag in LEVELS[level]), *define)
+
+
+def _path(folder: Path, element: str, level: str) -> Path:
+    here, version = machine(), _run((_compiler(), "--version")).splitlines()[0]
+    key = fingerprint((*_sources(), *_flags(element, level), version, here.model, *sorted(here.flags)))
+    return folder / f"{element}-{level}-{key}.so"
+
+
+def _compile(path: Path, flags: tuple[str, ...]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
         # One compiler at a time, because several would only slow each other down. The lock ends with the process.
@@ -129,7 +157,7 @@ def _compile(path: Path, element: str, level: str) -> None:
             return  # compiled by another worker
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             unit, library = Path(scratch) / "kernels.o", Path(scratch) / "kernels.so"
-            _run((_compiler(), *_flags(element, level), "-c", str(SOURCES / "kernels.c"), "-o", str(unit)))
+            _run((_compiler(), *flags, "-c", str(SOURCES / "kernels.c"), "-o", str(unit)))
             _run((_compiler(), "-shared", str(unit), "-lm", "-o", str(library)))
             library.replace(path)  # atomic, because some file systems have no locks; the last of equal results stays
 

@@ -68,10 +68,18 @@ def load_profile(path: Path) -> Profile:
         unified = stored["unified_max"]
         return Profile(choices, None if unified is None else float(unified))
     except FileNotFoundError:
+        name_others(path)
         return Profile()
     except (OSError, ValueError, KeyError, TypeError) as error:
         log.warning("profile_unreadable", path=str(path), error=str(error))
         return Profile()
+
+
+def name_others(path: Path) -> None:
+    """Log the profiles of this machine for another dtype, level, weight format or thread count: they are not used."""
+    key = path.name.partition("-")[0]
+    if others := sorted(other.name for other in path.parent.glob(f"{key}-*.json")):
+        log.info("profile_not_used", wanted=path.name, found=others)
 
 
 def save_profile(path: Path, profile: Profile) -> None:
