@@ -17,7 +17,7 @@
 #define BROAD 4 /* rows of W in a tile of such a pass, for up to WIDE rows of x */
 #define WIDE 6
 #define NARROW 3 /* the same for more rows of x */
-#define SINGLE 4 /* rows of W in a tile for one row of x */
+#define SINGLE 8 /* rows of W in a tile for one row of x */
 #ifndef WIDEN
 #define AT_ONCE /* is faster than tiles for up to ONCE rows of x */
 #endif
@@ -25,6 +25,7 @@
 #define NR 4
 #define SINGLE (HALVES * 4)
 #endif
+#define SINGLE_LINES ((int)(SINGLE * sizeof(V) / LINE)) /* of W per vector of its rows in such a tile */
 #define NEAR_BYTES (24 << 10) /* of tiles to prefetch into the first-level cache, in addition to the one in use */
 #define LINE 64
 #define LINES ((int)(NR * sizeof(V) / LINE)) /* of W per vector of its rows in a tile */
@@ -172,10 +173,10 @@ INLINE void fetch_lines(const char *next, const int count, const int near) {
 
 /* acc[i][j] += x_i . w_j over `k` elements. Each step prefetches `fetch` cache lines from `next` on. */
 INLINE void tile(V (*acc)[ACC], const flat_x *x, long sx, const elem *w, long sw, long k, const int mr, const int nr,
-                 const char *next, const int fetch) {
+                 const char *next, const int fetch, const int near) {
     long at = 0;
     for (; at + FLAT_STEP <= k; at += FLAT_STEP, next += fetch * LINE) {
-        fetch_lines(next, fetch, 0);
+        fetch_lines(next, fetch, near);
         add_step(acc, x + at, sx, w + at, sw, mr, nr);
     }
     if (at < k) add_rest(acc, x + at, sx, w + at, sw, k - at, mr, nr);
@@ -204,7 +205,7 @@ long NAME(linear_scratch)(long k) { return HALVES > 1 ? (k + FLAT_STEP - 1) / FL
 /* Multiplies rows [m, m + mr) of x with W rows [n, n + nr) over K from k0 to k1. `kept` holds unfinished sums. `wide`
  * has this part of W widened, or is NULL. */
 INLINE void step(const linear_args *a, long m, long n, long k0, long k1, const int mr, const int nr, V *kept,
-                 const char *next, const int fetch, const float *wide) {
+                 const char *next, const int fetch, const float *wide, const int near) {
     V acc[MR][ACC];
 #pragma GCC unroll 3
     for (int i = 0; i < mr; i++)
@@ -214,7 +215,7 @@ INLINE void step(const linear_args *a, long m, long n, long k0, long k1, const i
     if (HALVES > 1 && wide)
         wide_tile(acc, (const float *)x, a->stride_x, wide, NAME(linear_scratch)(k1 - k0), mr, nr, next, fetch);
     else
-        tile(acc, x, a->stride_x, a->w + n * a->k + k0, a->k, k1 - k0, mr, nr, next, fetch);
+        tile(acc, x, a->stride_x, a->w + n * a->k + k0, a->k, k1 - k0, mr, nr, next, fetch, near);
     if (k1 < a->k) {
 #pragma GCC unroll 3
         for (int i = 0; i < mr; i++)
@@ -226,7 +227,7 @@ INLINE void step(const linear_args *a, long m, long n, long k0, long k1, const i
     for (int i = 0; i < mr; i++) put_sums(a, m + i, n, nr, acc[i]);
 }
 
-#define STEP(MR_, NR_, FETCH_) step(a, m, n, k0, k1, MR_, NR_, kept, next, FETCH_, WIDE_TILE)
+#define STEP(MR_, NR_, FETCH_) step(a, m, n, k0, k1, MR_, NR_, kept, next, FETCH_, WIDE_TILE, 0)
 #define BY_ROWS(NR_, FETCH_)                                                                                           \
     (mr == 3   ? STEP(3, NR_, FETCH_)                                                                                  \
      : mr == 2 ? STEP(2, NR_, FETCH_)                                                                                  \
@@ -249,7 +250,14 @@ static void rest(const linear_args *a, long m, int mr, long n, long end) {
     const long k0 = 0, k1 = a->k;
     V kept[MR * NR]; /* unused, because K is not divided */
     const char *next = NULL;
-    for (; mr == 1 && n + SINGLE <= end; n += SINGLE) STEP(1, SINGLE, 0);
+    if (mr == 1) {
+        const int near = 2 * SINGLE * a->k * (long)sizeof(elem) <= NEAR_BYTES;
+        for (; n + SINGLE <= end; n += SINGLE) {
+            next = (const char *)(a->w + (n + 2 * SINGLE) * a->k);
+            if (near) step(a, m, n, k0, k1, 1, SINGLE, kept, next, SINGLE_LINES, NULL, 1);
+            else step(a, m, n, k0, k1, 1, SINGLE, kept, next, SINGLE_LINES, NULL, 0);
+        }
+    }
     for (; n + 4 <= end; n += 4) BY_ROWS(4, 0);
     for (; n < end; n++) BY_ROWS(1, 0);
 }
