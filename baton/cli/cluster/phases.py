@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ from baton.clock import Clock, SystemClock
 SHOWN_S = 1.0
 FILE_CLOCK_S = 0.1  # because file times come from a clock that is late by up to a tick
 CLEAR = "\r\x1b[K"
+BAR = 10  # characters of a bar
 WORKERS = ("prefill-", "decode-")
 
 
@@ -30,7 +32,8 @@ class StartDisplay:
         """Show the phase that the start is in now. A line for each phase has no details."""
         line = f"{self._clock.monotonic() - self._began:6.1f} s  {phase}"
         if self._live:
-            self._stream.write(f"{CLEAR}{line}{': ' * bool(details)}{details}")
+            whole = f"{line}{': ' * bool(details)}{details}"
+            self._stream.write(CLEAR + whole[: shutil.get_terminal_size().columns - 1])  # CLEAR ends one line only
         elif phase != self._last:
             self._stream.write(f"{line}\n")
         self._last = phase
@@ -111,4 +114,6 @@ def _share(text: str) -> str:
     if not isinstance(line, dict) or line.get("event") not in {"model_loading", "model_loaded"}:
         return ""
     size = f" of {line['of_gb']:g} GB" if "of_gb" in line else ""
-    return f"{line.get('percent', 100)} %{size}"
+    percent = line.get("percent", 100)
+    done = percent * BAR // 100 if isinstance(percent, int) else 0
+    return f"[{'#' * done:{BAR}}] {percent} %{size}"

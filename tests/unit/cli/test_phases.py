@@ -27,7 +27,7 @@ def test_logs_show_the_phase_and_how_far_each_worker_is(tmp_path):
     write_log(tmp_path, "prefill-0", {"event": "model_loading", "percent": 40}, {"event": "model_loaded"})
     (tmp_path / "prefill-1.log").write_text('{"event": "model_lo')
     (tmp_path / "prefill-2.log").write_text("[1]")
-    loads = "decode-0 40 % of 1.5 GB, prefill-0 100 %"
+    loads = "decode-0 [####      ] 40 % of 1.5 GB, prefill-0 [##########] 100 %"
     assert phase(tmp_path, 0, 2) == ("1 of 2 workers are ready", loads)
     assert phase(tmp_path, 2e10, 2) == BEGIN  # the logs are those of an earlier run
     assert phase(tmp_path, 0, 1) == CONNECTS
