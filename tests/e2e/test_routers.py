@@ -188,7 +188,8 @@ def test_clients_come_back_to_another_router(cluster):
     for (events, _), body in zip(ends, bodies, strict=True):
         ids, datas = zip(*(event[:2] for event in events), strict=True)
         assert {one.split(":")[1] for one in ids} == {ids[0].split(":")[1]}, "one request"
-        assert [one.split(":")[2:] for one in ids] == [["0", str(index)] for index in range(len(ids))]
+        places = [*(f"{index}.0" for index in range(1, len(ids))), f"{len(ids) - 1}.1"]
+        assert [one.split(":")[2] for one in ids] == places
         chunks = [json.loads(data.removeprefix("data: ")) for data in datas[:-1]]
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == right(body)
         assert len({chunk["created"] for chunk in chunks}) == 1
