@@ -298,7 +298,7 @@ def fitted(seen: Measured, cluster: ClusterStatus, tensor_parallel: int, name: s
         hardware=f"{platform.processor() or platform.machine()}, {len(cluster.workers)} workers",
         source=f"baton profile --live, Baton {cluster.version}",
         level=worker.cpu_level,
-        dtype=worker.layout.dtype,
+        dtype="" if worker.layout.dtype == "int8" else worker.layout.dtype,  # int8 is that of KV only
         quantize=worker.quantize,
         token_bytes=worker.layout.layers * worker.layout.layer_token_bytes,  # of all ranks
         layers=worker.layout.layers,

@@ -292,9 +292,11 @@ def pick_device(device: str, key: str = "device") -> str:
 
 
 def level_of(settings: WorkerSettings, dtype: str) -> str:
-    """Return the level of a worker's CPU kernels, "none" for torch's, or "" for a GPU or the oracle."""
+    """Return the level of CPU kernels of a worker with KV of `dtype`, "none" for torch's, "" for a GPU or oracle."""
     if settings.model_path == ORACLE_MODEL or pick_device(settings.device) != "cpu":
         return ""
+    if dtype == "int8":  # KV: the model computes with another one, and all have the same level
+        dtype = "bfloat16" if settings.dtype == "bfloat16" else "float32"
     return level_in_use(DTYPES[dtype])
 
 

@@ -488,6 +488,7 @@ def test_workers_of_one_kind_and_models_of_one_shape_have_one_place(demo, tmp_pa
 def test_the_level_and_the_weights_of_a_worker_are_reported(demo, monkeypatch):
     monkeypatch.setenv("BATON_CPU_LEVEL", "none")
     assert (level_of(demo(), "float32"), level_of(demo("model.path=oracle"), "float32")) == ("none", "")
+    assert level_of(demo("model.kv_dtype=int8"), "int8") == "none", "KV in int8 has kernels of the model's dtype"
     assert [weight_format(demo(f"model.quantize={kind}")) for kind in ("none", "int8")] == ["none", "int8"]
     assert "-none-passes" in passes_path(demo()).name
     if "avx2" in machine().flags:
