@@ -187,7 +187,8 @@ def test_a_frozen_rank_is_lost_by_its_silence(folder_of, shared_memory):
 STARTED = """
 import sys, time
 from baton.engine.tp.backend import Ranking, load_sharded
-print(*load_sharded(sys.argv[1], Ranking(2, threads=1)).pids, flush=True)
+backend = load_sharded(sys.argv[1], Ranking(2, threads=1))  # without a reference, the other rank ends
+print(*backend.pids, flush=True)
 time.sleep(600)
 """
 
@@ -195,10 +196,12 @@ time.sleep(600)
 def test_nobody_outlives_a_killed_rank_0(folder_of):
     command = [sys.executable, "-c", STARTED, str(folder_of("llama"))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        follower = psutil.Process(int(process.stdout.readline()))
-        follower.suspend()
-        process.kill()
+        try:
+            assert process.stdout is not None
+            follower = psutil.Process(int(process.stdout.readline()))
+            follower.suspend()
+        finally:
+            process.kill()
     psutil.wait_procs([follower], timeout=scaled(5.0))
     assert not follower.is_running() or follower.status() == psutil.STATUS_ZOMBIE
 
