@@ -57,7 +57,6 @@ SETS = (
     "model.path=models/demo",
     "decode.kv_memory=256MiB",
     "prefill.kv_memory=256MiB",
-    *(f"router.{listener}=127.0.0.1:0" for listener in ("grpc", "admin", "metrics", "http")),
 )
 
 

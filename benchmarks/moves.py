@@ -48,7 +48,6 @@ SETS = (
     "scaling.drain_s=0.1",
     "ledger.heartbeat_s=0.1",
     "log.level=warning",
-    *(f"router.{listener}=127.0.0.1:0" for listener in ("grpc", "admin", "metrics", "http")),
 )
 
 

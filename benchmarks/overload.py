@@ -47,9 +47,7 @@ SETS = (
     "prefill.kv_memory=256KiB",
     "prefill.prefix_cache=false",
     "decode.prefix_cache=false",
-    *(f"router.{listener}=127.0.0.1:0" for listener in ("grpc", "admin", "metrics")),
 )
-BURST_SETS = tuple(f"router.{listener}=127.0.0.1:0" for listener in ("grpc", "admin", "metrics", "http"))
 
 
 @dataclass
@@ -193,7 +191,7 @@ def cpu_s(state: ClusterState) -> dict[str, float]:
 def burst(count: int) -> None:
     """Send `count` HTTP requests at the same time to a fresh cluster with default limits, twice, and print the ends."""
     found = dict[str, bursts.Burst]()
-    with cluster(NAME, *BURST_SETS) as state:
+    with cluster(NAME) as state:
         for model in ("oracle", ""):
             name = "with `model`" if model else "without `model`"
             before = cpu_s(state)

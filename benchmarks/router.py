@@ -58,7 +58,6 @@ SETS = (
     "model.max_model_len=512",
     "decode.kv_memory=8MiB",
     "prefill.kv_memory=8MiB",
-    *(f"router.{listener}=127.0.0.1:0" for listener in ("grpc", "admin", "metrics", "http")),
 )
 
 

@@ -50,10 +50,13 @@ def chosen(path: Path, measure: Callable[[], Seconds]) -> str:
     except (OSError, ValueError, KeyError, TypeError) as error:
         log.warning("profile_unreadable", path=str(path), error=str(error))
     seconds = measure()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(".part")
-    scratch.write_text(json.dumps(dict(seconds), indent=1))
-    scratch.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_suffix(".part")
+        scratch.write_text(json.dumps(dict(seconds), indent=1))
+        scratch.replace(path)
+    except OSError as error:  # a full disk: the next start measures again
+        log.warning("profile_unwritable", path=str(path), error=str(error))
     return faster(seconds)
 
 

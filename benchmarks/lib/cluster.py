@@ -14,14 +14,20 @@ from pathlib import Path
 from baton.cluster.state_dir import ClusterState, StateFolder
 from benchmarks.lib.protocol import ROOT, python_path
 
+FREE_PORTS = tuple(f"router.{listener}=127.0.0.1:0" for listener in ("grpc", "admin", "metrics", "http"))
+
 
 @contextlib.contextmanager
 def cluster(name: str, *sets: str) -> Iterator[ClusterState]:
-    """Run a cluster on the oracle engine until the end of the context or SIGTERM. `sets` are KEY=VALUE (`baton up`)."""
+    """Run a cluster on the oracle engine and free ports, until the end of the context or SIGTERM. `sets` are KEY=VALUE
+    (`baton up`).
+    """
     with _ended_in_order(), tempfile.TemporaryDirectory(prefix=f"baton-{name}-") as home:
         env = {**os.environ, "BATON_HOME": home, "PYTHONPATH": python_path(ROOT)}
         baton = [sys.executable, "-m", "baton"]
-        options = [part for item in ("model.path=oracle", *sets, f"name={name}") for part in ("--set", item)]
+        options = [
+            part for item in ("model.path=oracle", *FREE_PORTS, *sets, f"name={name}") for part in ("--set", item)
+        ]
         up = [*baton, "up", "-c", "configs/no-ray.yaml", *options, "--detach"]
         subprocess.run(up, env=env, cwd=ROOT, check=True, stdout=sys.stderr)
         try:

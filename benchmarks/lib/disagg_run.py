@@ -37,7 +37,6 @@ SETS = (
     "router.queue.max_requests=1024",
     "router.queue.max_wait_s=120",
     "log.level=warning",
-    *(f"router.{listener}=127.0.0.1:0" for listener in ("grpc", "admin", "metrics", "http")),
 )
 WORKER = re.compile(r"(prefill|decode)-\d+$")
 WARM_UP = 12  # unmeasured requests: they fit step costs and touch pages

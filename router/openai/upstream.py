@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Self, TypeAlias, TypeVar
 
@@ -325,17 +325,15 @@ class Waiting:
         """
         self.check()
         self._count += 1
-        entered = [self]
+        place = ExitStack()
+        place.callback(self._leave)
+        with ExitStack() as failing:
+            failing.enter_context(place)
+            yield place.close
+            failing.pop_all()
 
-        def leave() -> None:
-            while entered:
-                entered.pop()._count -= 1
-
-        try:
-            yield leave
-        except BaseException:
-            leave()
-            raise
+    def _leave(self) -> None:
+        self._count -= 1
 
 
 class Streams:

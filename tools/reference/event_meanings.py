@@ -174,6 +174,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "profiles of this machine are for another dtype, level, weight format or thread count",
         ),
         "profile_unreadable": (_BOTH, "the file of `baton profile` is invalid"),
+        "profile_unwritable": (_BOTH, "a measured dtype could not be kept, so the next start measures again"),
         "verify_passes": (_BOTH, "the shapes of verify passes"),
         "fixed_forwards_checked": (_BOTH, "the results of a fixed shape do not depend on the other sequences"),
         "fixed_forwards_vary": (_BOTH, "they do depend on them, so this worker accepts no deterministic requests"),

@@ -68,12 +68,18 @@ async def test_a_port_in_use_is_an_error_that_names_it():
     await first.stop(None)
 
 
-async def test_silent_connections_are_limited_and_those_beyond_are_closed_at_once(monkeypatch):
-    monkeypatch.setattr(channel, "MAX_GRPC_CONNECTIONS", 2)
+async def health_server():
+    """Return a running server and its address."""
     server = channel.aio_server()
     health_pb2_grpc.add_HealthServicer_to_server(health_aio.HealthServicer(), server)
     address = channel.bind(server, "127.0.0.1:0")
     await server.start()
+    return server, address
+
+
+async def test_silent_connections_are_limited_and_those_beyond_are_closed_at_once(monkeypatch):
+    monkeypatch.setattr(channel, "MAX_GRPC_CONNECTIONS", 2)
+    server, address = await health_server()
     silent = []
     for begins in (True, True, False):
         reader, writer = await asyncio.open_connection(*address.split(":"))
@@ -89,10 +95,7 @@ async def test_silent_connections_are_limited_and_those_beyond_are_closed_at_onc
 
 async def test_a_connection_without_calls_ends_and_the_next_call_has_a_new_one(monkeypatch):
     monkeypatch.setattr(channel, "MAX_IDLE_SECONDS", 0.3)
-    server = channel.aio_server()
-    health_pb2_grpc.add_HealthServicer_to_server(health_aio.HealthServicer(), server)
-    address = channel.bind(server, "127.0.0.1:0")
-    await server.start()
+    server, address = await health_server()
     other = channel.aio_channel(address, link=channel.PUBLIC)  # equal channels would share a connection
     async with channel.aio_channel(address) as busy, other as idle:
         stubs: list[Any] = [health_pb2_grpc.HealthStub(one) for one in (busy, idle)]
@@ -111,10 +114,7 @@ async def test_a_connection_without_calls_ends_and_the_next_call_has_a_new_one(m
 async def test_a_call_whose_message_does_not_arrive_is_ended(monkeypatch, method):
     """Other calls of the connection go on, with whole messages, and so do calls whose message was in time."""
     monkeypatch.setattr(message_timeout, "MAX_MESSAGE_SECONDS", 0.1)
-    server = channel.aio_server()
-    health_pb2_grpc.add_HealthServicer_to_server(health_aio.HealthServicer(), server)
-    address = channel.bind(server, "127.0.0.1:0")
-    await server.start()
+    server, address = await health_server()
     async with channel.aio_channel(address) as client:
         stub: Any = health_pb2_grpc.HealthStub(client)
         watch = stub.Watch(health_pb2.HealthCheckRequest())

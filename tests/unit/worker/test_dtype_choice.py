@@ -32,6 +32,11 @@ def test_it_is_measured_once_and_again_if_the_file_is_damaged(tmp_path, text):
     assert measure.call_count == 2
 
 
+def test_a_result_that_cannot_be_kept_is_used(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert chosen(tmp_path / "file" / "x.json", Mock(return_value={"bfloat16": 3.0, "float32": 1.0})) == "float32"
+
+
 def test_another_level_thread_count_or_model_shape_is_measured_again(tmp_path, monkeypatch):
     monkeypatch.setenv("BATON_HOME", str(tmp_path))
     monkeypatch.setenv("BATON_CPU_LEVEL", "none")
