@@ -56,7 +56,6 @@ from router.openai.upstream import (
 _PLAIN = "text/plain; charset=utf-8"
 _KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that the client closes first and loses no request
 _BACKLOG = 2048
-_ACCEPTED = 32  # connections in a row; then requests are answered, so that those of a burst do not wait for the last
 _STALL_MARGIN_S = 5.0
 
 
@@ -217,8 +216,6 @@ class _Embedded(uvicorn.Server):
         self.config.http_protocol_class = made  # type: ignore[assignment]  # uvicorn calls it only
         if self.config.ssl is None:
             await super().startup(sockets)
-            for one in sockets or []:
-                one.listen(_BACKLOG)  # asyncio has set it to `_ACCEPTED`
         else:
             options = {"config": self.config, "server_state": self.server_state, "app_state": {}}
             listeners = [TlsListener(one, self.config.ssl, partial(made, **options)) for one in sockets or []]
@@ -259,7 +256,6 @@ class HttpServer:
             server_header=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
             h11_max_incomplete_event_size=MAX_HTTP_HEADER_BYTES,
-            backlog=_ACCEPTED,
             ssl_certfile=tls.cert if tls else None,
             ssl_keyfile=tls.key if tls else None,
         )
