@@ -262,7 +262,10 @@ def test_preempted(otherwise, alone, kind, repeats, rng):
 
 @often
 def test_control_without_the_flag_some_answers_differ(client, repeats, rng):
-    """The ordinary path varies with load. Otherwise the tests here would prove nothing."""
+    """The ordinary path varies with load. Otherwise the tests here would prove nothing.
+
+    Logprobs are compared too: nearly all of them differ, while only 0 to 2 of 12 answers have other tokens.
+    """
     asked = [{"prompt": text_of(number, 160), "temperature": 0.8 * (number % 2)} for number in range(12)]
 
     def answers(count):
@@ -273,7 +276,7 @@ def test_control_without_the_flag_some_answers_differ(client, repeats, rng):
     quiet = [bits(ask(client, "greedy", deterministic=False, **how).answer)[:2] for how in asked]
     # The heaviest load first, because it differs soonest.
     loads = sorted(LOADS, reverse=True) * min(repeats, 3)
-    assert any(loaded[0] != alone[0] for count in loads for loaded, alone in zip(answers(count), quiet, strict=True))
+    assert any(loaded != alone for count in loads for loaded, alone in zip(answers(count), quiet, strict=True))
 
 
 @often
