@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import cast
 
@@ -12,6 +12,7 @@ import structlog
 from google.protobuf.json_format import MessageToDict
 
 from baton import errors
+from baton.client._retry import KEEPS
 from baton.errors import BatonError, Cancelled
 from baton.rpc.status import abort
 from baton.rpc.v1 import inference_pb2 as pb
@@ -83,6 +84,11 @@ class Inference(InferenceServicer):
         else:
             completed.ClearField("spans")  # the client has received them
             call.observer.ended(request, None, **MessageToDict(completed, preserving_proto_field_name=True))
+            if _has_key(context, KEEPS):
+                await _left(within_s)
+                call.handing_over = not self._running.accepting  # then this router stops, and another one continues
+        finally:
+            call.release()
 
     async def _answer(self, message: pb.ResumeRequest, call: ClientCall, context: Context) -> pb.Completed:
         request = message.request
@@ -153,6 +159,16 @@ class Inference(InferenceServicer):
             thinking_chunk=pool.thinking_chunk() or 0,
         )
         return pb.ListModelsReply(models=[model])
+
+
+async def _left(within_s: float) -> None:
+    """Wait until the client cancels its call, which is complete. Then no worker has to keep its stream any more."""
+    with suppress(asyncio.CancelledError, TimeoutError):  # nothing follows in this task
+        await asyncio.wait_for(asyncio.Event().wait(), within_s)
+
+
+def _has_key(context: Context, key: str) -> bool:
+    return any(found == key for found, _ in context.invocation_metadata() or ())
 
 
 def _trace_of(context: Context) -> TraceContext | None:

@@ -19,6 +19,8 @@ from baton.rpc.channel import Wire
 Tls: TypeAlias = str | Path | bytes | bool | Wire | None
 
 RESUMABLE = "baton-resumable"  # key in a stream's initial metadata; "1" means that `Resume` can continue the stream.
+# Key in a call's metadata: the caller cancels the call when it has the whole answer, of which the call is one part.
+KEEPS = "baton-keep"
 RESUMABLE_S = 30.0  # default time that a stream outlives its router, so that the client finds another one.
 # From a router that cannot resume, or not this request
 REFUSALS = (errors.Unsupported, errors.UnknownModel, errors.InvalidRequest)

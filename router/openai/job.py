@@ -12,12 +12,13 @@ import orjson
 
 from baton.client._retry import RESUMABLE_S
 from baton.errors import InvalidRequest
+from baton.limits import MAX_HTTP_COUNTS
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from router.openai.choices import ChatFormat, ChoiceFormat, CompletionFormat, Json, ToolFormat
 from router.openai.schema import ChatBody, Common, CompletionBody, Message, Prompt, StreamOptions, Tool
 from router.openai.tool_calls import forced_schema
-from router.openai.upstream import PROMPTS, EventId, Rename, wrong_id
+from router.openai.upstream import EventId, Rename, wrong_id
 
 _SAMPLING = frozenset(common_pb2.Sampling.DESCRIPTOR.fields_by_name) - {"max_tokens", "top_k", "seed", "logit_bias"}
 _EVENT_ID = re.compile(r"([A-Za-z0-9_-]{1,64})((?:\+[A-Za-z0-9_-]{0,64})*):([0-9]{1,9}(?:\.[0-9]{1,9})*)", re.ASCII)
@@ -41,7 +42,7 @@ class Job:
     @property
     def has_ids(self) -> bool:
         """Whether events have ids, which list all calls."""
-        return self.stream and len(self.requests) <= PROMPTS
+        return self.stream and self.slots <= MAX_HTTP_COUNTS
 
     @property
     def slots(self) -> int:
@@ -52,7 +53,8 @@ class Job:
 def event_id(job: Job, value: str) -> EventId:
     """Return the event that the header `last-event-id` names. Raises InvalidRequest."""
     if not job.has_ids:
-        raise InvalidRequest(wrong_id(value, f"only allowed with stream: true, for at most {PROMPTS} prompts"))
+        most = (MAX_HTTP_COUNTS - 1) // (1 + job.thoughts)
+        raise InvalidRequest(wrong_id(value, f"only allowed with stream: true, for at most {most} choices"))
     calls = len(job.requests)
     if (found := _EVENT_ID.fullmatch(value)) is not None:
         counts = tuple(map(int, found[3].split(".")))

@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.client._retry import RESUMABLE, RESUMABLE_S, Attempts
+from baton.client._retry import KEEPS, RESUMABLE, RESUMABLE_S, Attempts
 from baton.clock import Clock, SystemClock
 from baton.errors import (
     BatonError,
@@ -351,7 +351,10 @@ class Streams:
         after: EventId | None = None,
         leave: Callable[[], None] = lambda: None,
     ) -> None:
-        self._upstream, self._requests, self._metadata, self._rename = upstream, requests, metadata, rename
+        self._upstream, self._requests, self._rename = upstream, requests, rename
+        self._keeps = bool(requests[1:] and requests[0].resumable_s)
+        self._metadata = (*metadata, (KEEPS, "1")) if self._keeps else metadata
+        self._complete: list[Call] = []  # kept until the whole answer is there, so that workers keep their streams
         self._after, self.leave = after, leave
         self._events: asyncio.Queue[Event | BatonError | None] = asyncio.Queue(_WAITING)
         self._slots = asyncio.Semaphore(PROMPTS)
@@ -372,6 +375,8 @@ class Streams:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for call in self._complete:
+            call.cancel()
 
     async def next(self, within_s: float | None) -> Event | None:
         """Return the next event; None after the end of all calls. Raises BatonError, or TimeoutError (`within_s`)."""
@@ -420,6 +425,9 @@ class Streams:
                 if received.is_new(event):
                     await self._named.wait()
                     await self._events.put((number, event))
+                if self._keeps and last == "completed":
+                    self._complete.append(call)
+                    return True
         except aio.AioRpcError as failure:
             self._name(number, request_id_of(failure))
             error = from_rpc_error(failure, PEER, connected=bool(last))
@@ -429,7 +437,8 @@ class Streams:
                 raise EngineFault("the router's stream ended before the answer was complete")
             return True
         finally:
-            call.cancel()
+            if call not in self._complete:
+                call.cancel()
         self._upstream.leave(stub)
         await asyncio.sleep(wait_s)
         return False

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 
 from baton.core import Finish, HandoffId, Role, SequenceSpec, Thought, Token, WorkerInfo
 from baton.engine.prefix_cache import block_hashes_of
@@ -52,12 +53,14 @@ RETRY_LATER = (pb.REFUSAL_REASON_NO_ROOM, pb.REFUSAL_REASON_DRAINING)
 @dataclass(frozen=True, slots=True)
 class StreamRetention:
     """How a decode worker keeps a stream without its router: for `seconds`, under the client's name `stream`. `parks`
-    returns whether this router is leaving and the stream is to continue without it.
+    returns whether this router is leaving and the stream is to continue without it. `at_end` takes the release of an
+    ended stream, to be called when the whole answer has ended: until then a client may lose the router and come back.
     """
 
     seconds: float = 0.0
     stream: str = ""
     parks: Callable[[], bool] = lambda: False
+    at_end: Callable[[Callable[[], None]], None] = lambda release: release()
 
 
 _ANSWER_S = 15.0  # for a Reserve or a Fence, which a live worker answers between two steps
@@ -153,7 +156,12 @@ class Attempt:
         parked = self._retention.parks() and self._decoding  # D continues when this router's stream ends
         moves = self.moves and self.kept
         if not (parked or moves) and (self.moves or not self._decode_ended or self._retention.seconds):
-            decode.send(release=pb.Release(handoff=self._name))  # D keeps a resumable one after its end
+            # D keeps a resumable one after its end.
+            release = partial(decode.send, release=pb.Release(handoff=self._name))
+            if self.finish is not None and self._decode_ended:
+                self._retention.at_end(release)
+            else:
+                release()
         if prefill is not None and not self.kept and (self._holds or not self._decode_ended):
             prefill.send(release=pb.Release(handoff=self._name))
         for link in self._links:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from itertools import count
 
@@ -45,6 +45,7 @@ class ClientCall:
         self.scope = asyncio.timeout(within_s)
         self.reason: BatonError | None = None
         self.handing_over = False  # set when another router is to continue it
+        self.releases: list[Callable[[], None]] = []  # of ended choices, whose streams decode workers keep
 
     def worker_name(self, choice: int) -> str:
         """Return a choice's id on workers. A resumed name is never used: workers may have attempts of it."""
@@ -53,6 +54,12 @@ class ClientCall:
     def stream(self, choice: int) -> str:
         """Return the client's name for a choice. It is the same on every router."""
         return f"{self.name}.{choice}" if choice else self.name
+
+    def release(self) -> None:
+        """Let decode workers forget the call's streams, unless another router is to continue it. Called at its end."""
+        if not self.handing_over:
+            for release in self.releases:
+                release()
 
     def end(self, reason: BatonError) -> None:
         """End the call with `reason` and release its workers. Only the first reason counts."""
@@ -71,7 +78,9 @@ class ClientRequest:
     def retention(self, choice: int) -> StreamRetention:
         if not self.parsed.resumable_s:
             return StreamRetention()
-        return StreamRetention(self.parsed.resumable_s, self.call.stream(choice), lambda: self.call.handing_over)
+        call = self.call
+        name, parks = call.stream(choice), lambda: call.handing_over
+        return StreamRetention(self.parsed.resumable_s, name, parks, call.releases.append)
 
 
 class RunningRequests:

@@ -226,6 +226,33 @@ async def test_each_choice_goes_on_after_each_event_where_the_order_is_open(two,
     assert two.cluster.prefill[0].count("prefill") == computed, "nothing is computed again"
 
 
+@pytest.mark.parametrize(
+    ("body", "most"),
+    [
+        ({"prompt": [1, 2], "n": 2}, 2 * HELD),
+        ({"prompt": [[1, 2], [3, 4]]}, SENT + 1 + HELD),
+        ({"prompt": [[1]] * 17}, SENT + 1 + 16 * HELD),
+    ],
+)
+async def test_choices_that_ended_before_the_loss_are_repeated(two, body, most):
+    """Workers keep the streams of ended choices until the whole answer has been sent."""
+    path, answers = "completions", most // HELD
+    whole = await all_events(two.router.http, path, body)
+    await until(lambda: two.decode.count("release") == answers, "none is kept after the answer")
+    two.decode.forgets = True
+    two.decode.hold(HELD, spares=1)
+    async with streamed(two.router.http, path, body) as answer:
+        events = events_of(answer)
+        seen = [await anext(events) for _ in range(most)]
+        # The end of the first choice comes from the worker before this answer.
+        await all_events(two.router.http, path, {"prompt": [9], "max_tokens": 2})
+        await two.lose()
+    computed = two.cluster.prefill[0].count("prefill")
+    rest = await all_events(two.router.http, path, body, after=id_of(seen[-1]))
+    assert choices_of(seen + rest) == choices_of(whole)
+    assert two.cluster.prefill[0].count("prefill") == computed, "nothing is computed again"
+
+
 async def test_a_prompt_without_an_event_begins_with_the_resumed_stream(two):
     """Its request is new, and the answer keeps its id."""
     path, body = "completions", {"prompt": [[1, 2], [3, 4]]}
@@ -257,7 +284,8 @@ PLAIN = {"prompt": [1, 2]}
         ("r:1.0", {**PLAIN, "n": 2}, "3 counts"),
         ("r:1.0", {**PLAIN, "thoughts": True}, "3 counts"),
         (STRANGE, {**PLAIN, "stream": False}, "only allowed with stream: true"),
-        (STRANGE, {"prompt": ["a"] * 17}, "at most 16 prompts"),
+        (STRANGE, {"prompt": ["a"] * 128, "n": 8}, "for at most 1023 choices"),
+        (STRANGE, {"prompt": ["a"] * 128, "n": 4, "thoughts": True}, "for at most 511 choices"),
         ("r:1.0.0", TWO, "2 times \\+REQUEST, a colon, and 3 counts"),
         ("r+r:1.0.0", TWO, "2 times .REQUEST"),
         ("r+r+:1.1.0", TWO, "2 times .REQUEST"),

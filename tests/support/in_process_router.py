@@ -78,6 +78,8 @@ class FakeWorker(WorkerServicer):
         self.open(*self.gates)
         self.refuse_once: list[int] = []  # reasons, for a Reserve or a Repush
         self.hold_at: int | None = None  # token index before which the worker waits for "hold"
+        self.spared = 0  # answers that do not wait there
+        self.forgets = False  # whether Release ends the memory of a stream, as a real worker does
         self.preempt_at: list[int] = []  # token indices at which the request is requeued, each used once
         self.keeps = False  # a preempted request is held for a Repush, as by a decode worker that leaves
         self.ahead = 0  # tokens that it decodes after it is preempted, and sends after the Repush
@@ -116,9 +118,9 @@ class FakeWorker(WorkerServicer):
         for name in gates:
             self.gates[name].clear()
 
-    def hold(self, index: int) -> None:
-        """Hold every answer before this token index until `open("hold")`."""
-        self.hold_at = index
+    def hold(self, index: int, *, spares: int = 0) -> None:
+        """Hold every answer but the first `spares` before this token index until `open("hold")`."""
+        self.hold_at, self.spared = index, spares
         self.close("hold")
 
     # --- process
@@ -223,6 +225,8 @@ class FakeWorker(WorkerServicer):
         elif kind == "attach":
             self._attach(handoff, command.attach)
         else:
+            if self.forgets:
+                self.said.pop(handoff, None)
             self._drop(handoff)
 
     def _drop(self, handoff: HandoffId) -> None:
@@ -373,12 +377,14 @@ class FakeWorker(WorkerServicer):
     async def _go_on_decoding(self, handoff: HandoffId, spec: worker_pb2.SequenceSpec) -> None:
         prompt, index = list(spec.prompt), len(spec.known)
         last = spec.sampling.max_tokens - 1
+        self.spared -= 1
+        held = self.spared < 0
         if index == last:
             self._held.pop(handoff, None)
             self.emit(finish(handoff))
         for at in range(index + 1, last + 1):
             await self.gates["decode"].wait()
-            if at == self.hold_at:
+            if held and at == self.hold_at:
                 await self.gates["hold"].wait()
             if at in self.preempt_at:
                 self.preempt_at.remove(at)

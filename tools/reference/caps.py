@@ -122,6 +122,7 @@ CAPS: tuple[Cap, ...] = (
     Cap("time for a TLS handshake of an HTTP connection", limits.MAX_HTTP_HEADER_SECONDS, "seconds", "closed"),
     Cap("headers of an HTTP request", limits.MAX_HTTP_HEADER_BYTES, "bytes", "431"),
     Cap("prompts of an HTTP request", limits.MAX_HTTP_PROMPTS, "prompts", "400 naming the field"),
+    Cap("numbers in the `id` of an event", limits.MAX_HTTP_COUNTS, "numbers", "events have no `id`"),
     Cap("`tools` of an HTTP request", limits.MAX_HTTP_TOOLS, "tools", "400 naming the field"),
     Cap(
         "watchers of a router, through `Admin.Watch` and `/live`",

@@ -113,6 +113,7 @@ def _up(config: ClusterConfig, file: Path, sets: Sequence[str], stop: Stop, *, d
     copy = StateFolder(config.name).logs / f"{SUPERVISOR}.log"
     configure_logging("warning", "auto", SUPERVISOR, copy)
     typer.echo(f"starting cluster {config.name!r} ...", err=True)
+    config = fetched(config, stop)  # its progress bars must not meet the phases
 
     workers = config.prefill.replicas + config.decode.replicas
     detached = READY_FD in os.environ  # then the parent shows the phases
