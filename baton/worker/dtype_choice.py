@@ -49,6 +49,7 @@ def chosen(path: Path, measure: Callable[[], Seconds]) -> str:
         pass
     except (OSError, ValueError, KeyError, TypeError) as error:
         log.warning("profile_unreadable", path=str(path), error=str(error))
+    print("measuring bfloat16 and float32, once for this model and machine ...", file=sys.stderr)  # noqa: T201
     seconds = measure()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

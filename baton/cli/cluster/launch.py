@@ -108,12 +108,12 @@ def _up(config: ClusterConfig, file: Path, sets: Sequence[str], stop: Stop, *, d
     check_gpus(config, gpus)  # before the model is downloaded
     check_model(config, gpus)
     if detach:
-        _detach(config, file, sets, stop, as_json=as_json)
+        _detach(config, gpus, file, sets, stop, as_json=as_json)
         return
     copy = StateFolder(config.name).logs / f"{SUPERVISOR}.log"
     configure_logging("warning", "auto", SUPERVISOR, copy)
     typer.echo(f"starting cluster {config.name!r} ...", err=True)
-    config = fetched(config, stop)  # its progress bars must not meet the phases
+    config = prepared(config, gpus, stop)  # its output must not meet the phases
 
     workers = config.prefill.replicas + config.decode.replicas
     detached = READY_FD in os.environ  # then the parent shows the phases
@@ -127,15 +127,22 @@ def _up(config: ClusterConfig, file: Path, sets: Sequence[str], stop: Stop, *, d
         run_cluster(config, stop, ready)
 
 
+def prepared(config: ClusterConfig, gpus: Sequence[str], stop: Stop) -> ClusterConfig:
+    """Return the config with its model downloaded and checked, and its dtype chosen. A second call changes nothing.
+    Raises Cancelled, ConfigError, CheckpointError, typer.Exit.
+    """
+    config = fetched(config, stop)
+    check_model(config, gpus)
+    return with_dtype(config, gpus, lambda argv: _output(argv, stop)[1])
+
+
 def run_cluster(
     config: ClusterConfig, stop: Stop, ready: Callable[[ClusterState], None], home: Path | None = None
 ) -> None:
     """Run a cluster in this thread until stopped."""
     gpus = host_gpus(config)
     check_gpus(config, gpus)
-    config = fetched(config, stop)
-    check_model(config, gpus)
-    config = with_dtype(config, gpus, lambda argv: _output(argv, stop)[1])
+    config = prepared(config, gpus, stop)
     folder = StateFolder(config.name, home)
     command = [sys.executable, "-m", "baton", "router", "-c", str(folder.config)]
     control = make_control(config, folder, gpus)
@@ -193,7 +200,9 @@ def announce(state: ClusterState, config: ClusterConfig, *, as_json: bool) -> No
     typer.echo('      print(client.generate("The color of dog", max_tokens=8, temperature=0).text)\n')
 
 
-def _detach(config: ClusterConfig, file: Path, sets: Sequence[str], stop: Stop, *, as_json: bool) -> None:
+def _detach(
+    config: ClusterConfig, gpus: Sequence[str], file: Path, sets: Sequence[str], stop: Stop, *, as_json: bool
+) -> None:
     """Start `baton up` in its own session, and wait until it is ready or has failed."""
     folder = StateFolder(config.name)
     folder.acquire()  # raises early if the folder is unusable or taken; the child acquires it again
@@ -204,7 +213,7 @@ def _detach(config: ClusterConfig, file: Path, sets: Sequence[str], stop: Stop, 
         output.unlink(missing_ok=True)
     argv = [sys.executable, "-m", "baton", "up", "-c", str(file)]
     argv += [word for item in as_options(sets) for word in ("--set", item)]
-    here = fetched(config, stop).model.path  # now, because progress is visible here and nothing times out
+    here = prepared(config, gpus, stop).model.path  # now, because progress is visible here and nothing times out
     env = as_environment([*sets, *[f"model.path={here}"] * (here != config.model.path)], os.environ)
     child = Child(ProcessSpec("up", argv, output, env, ready_timeout_s=2 * START_TIMEOUT_S, new_session=True))
     child.start()
