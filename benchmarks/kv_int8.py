@@ -9,8 +9,6 @@ models/heldout.jsonl, in its own dtype and in bfloat16. The last line of stdout 
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 from collections import defaultdict
@@ -23,23 +21,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python b
 import torch
 
 from baton.client import Client
-from baton.core import HandoffId, Sampling, SequenceSpec
-from baton.engine.engine import Engine
 from baton.engine.kernels.cpu.compiler import chosen_level
 from baton.engine.kernels.kv_levels import KVDtype
 from baton.engine.models.loading import load_model
-from baton.tokenizer import load_tokenizer
 from benchmarks.lib.cluster import cluster
 from benchmarks.lib.models import make_model
 from benchmarks.lib.points import Point
-from benchmarks.lib.protocol import ROOT, Setup
+from benchmarks.lib.protocol import Setup
+from benchmarks.lib.quality import DEMO, answers
 from benchmarks.lib.report import finish, markdown
 from benchmarks.lib.subject import Subject
+from benchmarks.lib.turns import number_of_turns, turns_parser
 
 KINDS: tuple[KVDtype, ...] = ("auto", "int8")
 POINTS = tuple(map(Point.parse, ("P512", "B1@3584", "B4@1792")))
 STEPS, REPEATS = 8, 3  # decode steps and prompts of a measurement
-DEMO, PROMPTS = ROOT / "models" / "demo", ROOT / "models" / "heldout.jsonl"
 SENT = 300  # tokens of the prompt that is handed over
 
 
@@ -57,23 +53,10 @@ def speeds(model: Path, rounds: int) -> dict[KVDtype, list[float]]:
     return {kind: [point.produced / median(times[kind, point]) for point in POINTS] for kind in KINDS}
 
 
-def answers(dtype: str, kind: KVDtype) -> list[list[int]]:
-    """Return the greedy tokens of the demo model for each held-out prompt."""
-    tokenizer = load_tokenizer(DEMO)
-    engine = Engine(load_model(DEMO, dtype=dtype, kv_dtype=kind), tokenizer, total_blocks=4096)
-    found = [list[int]() for _ in PROMPTS.read_text().splitlines()]
-    for number, line in enumerate(PROMPTS.read_text().splitlines()):
-        prompt = tuple(tokenizer.encode(json.loads(line)["prompt"]))
-        engine.submit(HandoffId(str(number), 0), SequenceSpec(prompt, Sampling(max_tokens=32, temperature=0.0)))
-    while engine.has_work():
-        for output in engine.step().outputs:
-            found[int(output.key.request_id)] += [token.token_id for token in output.tokens]
-    return found
-
-
 def equal(dtype: str) -> int:
     """Return how many of the prompts have equal answers with both kinds of KV."""
-    return sum(left == right for left, right in zip(*(answers(dtype, kind) for kind in KINDS), strict=True))
+    both = [answers(load_model(DEMO, dtype=dtype, kv_dtype=kind)) for kind in KINDS]
+    return sum(map(list.__eq__, *both))
 
 
 def sent(model: Path, kind: KVDtype) -> int:
@@ -86,22 +69,14 @@ def sent(model: Path, kind: KVDtype) -> int:
 
 def main(argv: list[str]) -> None:
     """Measure and print."""
-    home = Path(os.environ.get("BATON_HOME") or Path.home() / ".baton").expanduser()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two rounds")
-    parser.add_argument("--tiny", action="store_true", help="a toy model: to try the program, not to measure")
-    parser.add_argument("--rounds", type=int, help="turns of both kinds (5)")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--cache", type=Path, default=home / "bench", help="folder for models")
-    parser.add_argument("--write-docs", action="store_true", help="put the table into docs/measurements/kv_int8.md")
-    options = parser.parse_args(argv)
+    options = turns_parser(__doc__, "kv_int8").parse_args(argv)
     load = os.getloadavg()[0]
     torch.set_num_threads(options.threads)
     model = make_model(options.cache.absolute(), "M", "bf16", tiny=options.tiny)
     layouts = [load_model(model, kv_dtype=kind).layout for kind in KINDS]
     cached = [float(layout.layers * layout.layer_token_bytes) for layout in layouts]
     moved = [float(sent(model, kind)) for kind in KINDS]
-    rates = speeds(model, options.rounds or (2 if options.quick or options.tiny else 5))
+    rates = speeds(model, number_of_turns(options))
     rows = {"bytes of a token in the cache": cached, f"bytes moved for {SENT} tokens": moved}
     for number, point in enumerate(POINTS):
         rows[f"{point} tokens/s"] = [rates[kind][number] for kind in KINDS]

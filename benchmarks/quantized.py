@@ -3,13 +3,13 @@
     python benchmarks/quantized.py --quick           the 125 M model, in about a minute
     python benchmarks/quantized.py                   the 1.1 B model (minutes)
     BATON_CPU_LEVEL=avx2 python benchmarks/quantized.py    another level of instructions
+    python benchmarks/quantized.py --quality         equal answers and KL divergence of models/demo instead
 
 The last line of stdout is one JSON object: tokens/s of each point by weights, and ratios to bfloat16.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -21,11 +21,13 @@ import torch
 
 from baton.engine.kernels.cpu.compiler import chosen_level
 from baton.engine.kernels.quantized import Quantize
+from benchmarks.lib import quality
 from benchmarks.lib.models import make_model
 from benchmarks.lib.points import Point
 from benchmarks.lib.protocol import Setup
 from benchmarks.lib.report import finish
 from benchmarks.lib.subject import Subject
+from benchmarks.lib.turns import number_of_turns, turns_parser
 
 WEIGHTS: tuple[Quantize, ...] = ("none", "int8", "int4")
 POINTS = tuple(map(Point.parse, ("P512", "B1@128", "B4@128", "B16@128")))
@@ -64,24 +66,25 @@ def table(times: Times) -> str:
 
 def main(argv: list[str]) -> None:
     """Measure and print."""
-    home = Path(os.environ.get("BATON_HOME") or Path.home() / ".baton").expanduser()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the 125 M model, two rounds")
-    parser.add_argument("--tiny", action="store_true", help="a toy model: to try the program, not to measure")
-    parser.add_argument("--rounds", type=int, help="turns of all weights (5)")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--cache", type=Path, default=home / "bench", help="folder for models")
-    parser.add_argument("--write-docs", action="store_true", help="put the table into docs/measurements/quantized.md")
+    parser = turns_parser(__doc__, "quantized")
+    parser.add_argument("--quality", action="store_true", help="equal answers and KL divergence instead of speed")
+    parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel ranks of --quality")
     options = parser.parse_args(argv)
     load = os.getloadavg()[0]
     torch.set_num_threads(options.threads)
+    if options.quality:
+        dtypes = ("float32",) if options.quick or options.tiny else ("float32", "bfloat16")
+        text, figures = quality.table(dtypes, options.ranks)
+        shown = f"level {chosen_level()}, {options.ranks} ranks, {len(quality.prompts())} prompts\n\n{text}"
+        section = "quantized-quality"
+        return finish("quantized", argv, load, shown, {}, figures, write_docs=options.write_docs, section=section)
     model = make_model(
         options.cache.absolute(), "M" if options.quick or options.tiny else "L", "bf16", tiny=options.tiny
     )
     setup = Setup(str(model), "bf16", options.threads, kv_tokens=8192, cache="")
     subjects = {weights: Subject(setup, quantize=weights) for weights in WEIGHTS}
     times: Times = {}
-    for _ in range(options.rounds or (2 if options.quick or options.tiny else 5)):
+    for _ in range(number_of_turns(options)):
         for point in POINTS:
             for weights, subject in subjects.items():
                 times.setdefault((str(point), weights), []).extend(measured(subject, point))

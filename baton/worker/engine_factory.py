@@ -301,13 +301,16 @@ def level_of(settings: WorkerSettings, dtype: str) -> str:
 
 
 def weight_format(settings: WorkerSettings) -> str:
-    """Return how the weights of linear layers are kept: "none", "int8" or "int4". A checkpoint may store them so."""
+    """Return how the weights of linear layers are kept: "none", "int8" or "int4". A checkpoint may store them so. The
+    projection from which latent attention takes two matrices is always in the model's dtype.
+    """
     if settings.quantize != "none" or settings.model_path == ORACLE_MODEL:
         return settings.quantize
     from baton.engine.models.config import read_config  # the oracle needs no transformer
 
-    stored = read_config(model_folder(settings.model_path, weights=False)).quantised
-    return "none" if stored is None else f"int{stored.bits}"
+    config = read_config(model_folder(settings.model_path, weights=False))
+    stored, but = config.quantised, "" if config.latent is None else " except kv_b_proj"
+    return "none" if stored is None else f"int{stored.bits}{but}"
 
 
 def passes_path(settings: WorkerSettings) -> Path:

@@ -91,14 +91,15 @@ def finish(
     figures: Mapping[str, float] | None = None,
     *,
     write_docs: bool,
+    section: str = "",
 ) -> None:
-    """Print the results of `benchmarks/{name}.py`, with `write_docs` put them into section `name` of
-    docs/measurements/{name}.md, and print ratios and figures as the last line. None means not measured. `load`: the
-    machine's load before the run.
+    """Print the results of `benchmarks/{name}.py`, with `write_docs` put them into a section of
+    docs/measurements/{name}.md, by default `name`, and print ratios and figures as the last line. None means not
+    measured. `load`: the machine's load before the run.
     """
     print(shown)
     if write_docs:
-        write_section(f"measurements/{name}.md", name, argv, load, shown)
+        write_section(f"measurements/{name}.md", name, argv, load, shown, section)
     print(json.dumps({"benchmark": name, "ratios": ratios, **({"figures": figures} if figures else {})}))
 
 

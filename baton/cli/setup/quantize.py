@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 HEAD = "lm_head.weight"
-LAYERS = (".self_attn.", ".mlp.")
-ENDING = "_proj.weight"
+LAYERS = (".self_attn.", ".mlp.", ".block_sparse_moe.experts.")
+ENDINGS = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 
 
 class Bits(StrEnum):
@@ -31,15 +31,14 @@ To = Annotated[Bits, typer.Option(help="int8: one scale per output; int4: one pe
 
 
 def quantize(folder: Path, out: Path, to: To = Bits.int8) -> None:
-    """Write a copy of a checkpoint with weights in 8 or 4 bits. Baton and transformers read it."""
+    """Write a copy of a checkpoint with weights in 8 or 4 bits. Baton reads it, and transformers if it is dense."""
     from baton.engine.models.checkpoint import weight_files
     from baton.engine.models.config import read_config
 
     config = read_config(folder)
-    if config.quantised is not None or config.experts is not None or config.latent is not None:
-        raise ConfigError(
-            f"{folder}: only dense models that are not quantised can be quantised (here: {config.family})"
-        )
+    if config.quantised is not None or config.latent is not None:
+        why = f"it is not quantised and has no latent attention (here: {config.family})"
+        raise ConfigError(f"{folder}: a model can be quantised if {why}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out}: exists already")
     part = out.with_name(out.name + ".part")
@@ -84,7 +83,9 @@ def _converted(name: str, tensor: Tensor, to: str) -> dict[str, Tensor]:
     from baton.engine.kernels import quantized
     from baton.engine.models.stored_quantisation import packed_words
 
-    linear = name.endswith(ENDING) and any(part in name for part in LAYERS)
+    linear = name.endswith(ENDINGS) and any(part in name for part in LAYERS)
+    if tensor.ndim == 3:
+        raise ConfigError(f"{name}: fused experts cannot be quantised; save the model with save_original_format=True")
     if not (linear or name == HEAD) or tensor.ndim != 2:
         return {name: tensor}
     layer, weight = name.removesuffix(".weight"), quantized.quantize(tensor, quantized.SCHEMES[to])
@@ -111,7 +112,9 @@ def _write_others(folder: Path, out: Path, names: dict[str, dict[str, int]], to:
         _write(out / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": places})
     config = json.loads((folder / "config.json").read_text())
     separate = any("lm_head.weight_scale" in sizes for sizes in names.values())  # else the head is the embedding
-    scheme = _scheme(to) | {"ignore": [] if separate else ["lm_head"]}
+    routers = any(name.endswith(".gate.weight") for sizes in names.values() for name in sizes)
+    ignored = {"lm_head": not separate, "re:.*[.]gate$": routers}
+    scheme = _scheme(to) | {"ignore": [name for name, stays in ignored.items() if stays]}
     _write(out / "config.json", config | {"quantization_config": scheme})
 
 

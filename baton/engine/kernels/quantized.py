@@ -6,7 +6,7 @@ scale and, in checkpoints that have them, a zero level. Without scales, a row is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -55,6 +55,21 @@ class QuantizedWeight:
         if self.scales is not None:
             wide *= self.scales[..., None].float()
         return (wide.view(self.n, -1) * self.factors[:, None])[:, : self.k].to(self.dtype).contiguous()
+
+    def rows(self, chosen: Tensor) -> QuantizedWeight:
+        """Return the matrix of these outputs, int64 [n]."""
+        scales, zeros = (None if part is None else part[chosen] for part in (self.scales, self.zeros))
+        return replace(self, levels=self.levels[chosen], factors=self.factors[chosen], scales=scales, zeros=zeros)
+
+    def columns(self, own: range) -> QuantizedWeight:
+        """Return the matrix of some inputs with the same values. They must be whole groups, unless a row is one."""
+        levels, k = self.levels[:, own.start : own.stop], len(own)
+        if self.group >= self.k:
+            levels = F.pad(levels, (0, -k % 8))
+            return replace(self, levels=levels.contiguous(), group=levels.shape[1], k=k)
+        held = slice(own.start // self.group, own.stop // self.group)
+        scales, zeros = (None if part is None else part[:, held].contiguous() for part in (self.scales, self.zeros))
+        return replace(self, levels=levels.contiguous(), k=k, scales=scales, zeros=zeros)
 
 
 def quantize(weight: Tensor, scheme: Scheme) -> QuantizedWeight:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from baton.engine.batch import Batch, Injection
 from baton.engine.kernels.base import Attention, HeadNorms, Kernels, Linear, Rotation, Scratch
-from baton.engine.kernels.quantized import SCHEMES, Quantize, quantize
+from baton.engine.kernels.quantized import SCHEMES, Quantize, QuantizedWeight, quantize
 from baton.engine.kv_cache import KVCache
 from baton.engine.models.checkpoint import Weights
 from baton.engine.models.config import ACTIVATIONS, ModelConfig
@@ -55,16 +55,20 @@ class Parts:
     def linear(self, names: tuple[str, ...], outs: tuple[int, ...], n_in: int, *, bias: bool) -> Linear:
         """Return several projections of one input as one layer, with outputs in the order of `names`."""
         extra = self.weights.joined(tuple(f"{name}.bias" for name in names), outs) if bias else None
-        if self._are_stored(names):
+        if self.are_stored(names):
             return self._read(names, outs, n_in, extra)
         return self.layer(self.columns(names, outs, n_in), extra)
 
-    def _are_stored(self, names: tuple[str, ...]) -> bool:
+    def are_stored(self, names: tuple[str, ...]) -> bool:
+        """Return whether the checkpoint has quantised weights of all these layers."""
         return self.stored is not None and all(f"{name}.{SCALE}" in self.weights.checkpoint for name in names)
 
     def _read(self, names: tuple[str, ...], outs: tuple[int, ...], n_in: int, bias: Tensor | None) -> Linear:
+        return self.kernels.quantized(self._packed(names, outs, n_in), bias, self.weights.keep)
+
+    def _packed(self, names: tuple[str, ...], outs: tuple[int, ...], n_in: int) -> QuantizedWeight:
         assert self.stored is not None
-        return self.kernels.quantized(read_layer(self.weights, names, outs, n_in, self.stored), bias, self.weights.keep)
+        return read_layer(self.weights, names, outs, n_in, self.stored)
 
     def layer(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Return the product with a weight [width, K], quantised if the model is."""
@@ -73,20 +77,26 @@ class Parts:
         return self.kernels.quantized(quantize(weight, SCHEMES[self.quantize]), bias, self.weights.keep)
 
     def columns(self, names: tuple[str, ...], outs: tuple[int, ...], n_in: int) -> Tensor:
-        """Return the weight [sum(outs), n_in] of `linear`. A tensor-parallel rank holds its share of the rows."""
+        """Return the weight [sum(outs), n_in] of `linear`, widened if it is stored quantised. A tensor-parallel rank
+        holds its share of the rows.
+        """
+        if self.are_stored(names):
+            return self._packed(names, outs, n_in).widened()
         return self.weights.joined(tuple(f"{name}.weight" for name in names), outs, n_in)
 
     def whole(self, name: str, out: int, n_in: int, *, bias: bool) -> Linear:
         """Return a projection that every rank computes whole, because it is small and all ranks need its results."""
-        weight = self.weights.tensor(f"{name}.weight", out, n_in)
-        return self.kernels.linear(weight, self.weights.tensor(f"{name}.bias", out) if bias else None)
+        extra = self.weights.tensor(f"{name}.bias", out) if bias else None
+        if self.are_stored((name,)):
+            return self._read((name,), (out,), n_in, extra)
+        return self.kernels.linear(self.weights.tensor(f"{name}.weight", out, n_in), extra)
 
     def summed(self, name: str, out: int, n_in: int, *, bias: bool) -> Linear:
         """Return a projection to the residual stream. Tensor-parallel ranks divide its inputs and sum the results."""
         return self.linear((name,), (out,), n_in, bias=bias)
 
     def head(self, embed: Tensor, *, tied: bool) -> Linear:
-        if not tied and self._are_stored(("lm_head",)):
+        if not tied and self.are_stored(("lm_head",)):
             return self._read(("lm_head",), (len(embed),), embed.shape[1], None)
         return self.layer(embed if tied else self.weights.tensor("lm_head.weight", *embed.shape))
 

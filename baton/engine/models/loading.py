@@ -147,12 +147,6 @@ def _check(
     _check_kv(config, kv_dtype, device)
     if config.thinking is not None and split is not None:
         raise ConfigError("tensor_parallel must be 1 for a model with thinking states")
-    if config.quantised is None:
-        return
-    if split is not None:
-        raise ConfigError("tensor_parallel must be 1 for a quantised checkpoint")
-    if config.experts is not None or config.latent is not None:
-        raise CheckpointError(f"quantised weights of {config.family} are not supported; use model.quantize with others")
 
 
 def _check_device(config: ModelConfig, quantize: Quantize, device: torch.device) -> None:

@@ -23,6 +23,7 @@ from baton.engine.kernels.base import Grouped, Kernels, Linear
 from baton.engine.models.config import ACTIVATIONS, ModelConfig
 from baton.engine.models.config_variants import ExpertsConfig
 from baton.engine.models.llama import MLP, Parts, Step
+from baton.engine.models.stored_quantisation import LEVELS
 
 
 def feed_forward(config: ModelConfig, parts: Parts, layer: str, index: int) -> MLP | SparseMLP:
@@ -110,11 +111,15 @@ class Experts:
     """The stacked weights of all experts, and the products with them."""
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig, parts: Parts, name: str) -> None:
-        gate_up, down = _stacked(config, experts, parts, name)
-        pairs = zip(gate_up, down, strict=True)
-        self.members = [Expert(parts.layer(first), parts.layer(second)) for first, second in pairs]
+        self.grouped: tuple[Grouped, Grouped] | None = None
+        if parts.stored is not None and not _are_fused(parts, name):
+            self.members = _one_by_one(config, experts, parts, name)
+        else:
+            gate_up, down = _stacked(config, experts, parts, name)
+            pairs = zip(gate_up, down, strict=True)
+            self.members = [Expert(parts.layer(first), parts.layer(second)) for first, second in pairs]
+            self.grouped = _grouped(gate_up, down, parts.kernels) if parts.quantize == "none" else None
         self.by_row = _by_row(self.members, parts.kernels)
-        self.grouped = _grouped(gate_up, down, parts.kernels) if parts.quantize == "none" else None
         self.kernels, self.activation = parts.kernels, ACTIVATIONS[config.activation]
 
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor, step: Step) -> Tensor:
@@ -182,14 +187,36 @@ def _by_row(members: list[Expert], kernels: Kernels) -> list[Expert] | None:
     return found if len(found) == len(members) else None
 
 
+def _one_by_one(config: ModelConfig, experts: ExpertsConfig, parts: Parts, name: str) -> list[Expert]:
+    """Read the experts of a quantised checkpoint, each of which may be quantised or not."""
+    inner, hidden = experts.inner, config.hidden_size
+    gate, up, down = _products(parts, name)
+    return [
+        Expert(
+            parts.linear((f"{name}.{i}.{gate}", f"{name}.{i}.{up}"), (inner, inner), hidden, bias=False),
+            parts.linear((f"{name}.{i}.{down}",), (hidden,), inner, bias=False),
+        )
+        for i in range(experts.count)
+    ]
+
+
+def _products(parts: Parts, name: str) -> tuple[str, str, str]:
+    """Return the names of the projections gate, up and down of each expert."""
+    in_mixtral = any(f"{name}.0.w1.{kind}" in parts.weights.checkpoint for kind in ("weight", LEVELS))
+    return ("w1", "w3", "w2") if in_mixtral else ("gate_proj", "up_proj", "down_proj")
+
+
+def _are_fused(parts: Parts, name: str) -> bool:
+    """Return whether the file was written by transformers 5 without `save_original_format`."""
+    return f"{name}.gate_up_proj" in parts.weights.checkpoint
+
+
 def _stacked(config: ModelConfig, experts: ExpertsConfig, parts: Parts, name: str) -> tuple[Tensor, Tensor]:
     """Read the weights [experts, 2 inner, hidden] and [experts, hidden, inner] from either checkpoint layout."""
     weights, (count, inner, hidden) = parts.weights, (experts.count, experts.inner, config.hidden_size)
-    if f"{name}.gate_up_proj" in weights.checkpoint:  # written by transformers 5 without `save_original_format`
+    if _are_fused(parts, name):
         gate_up = weights.tensor(f"{name}.gate_up_proj", count, 2 * inner, hidden)
         return gate_up, weights.tensor(f"{name}.down_proj", count, hidden, inner)
-    in_mixtral = f"{name}.0.w1.weight" in weights.checkpoint
-    products = ("w1", "w3", "w2") if in_mixtral else ("gate_proj", "up_proj", "down_proj")
-    gates, ups, downs = ([f"{name}.{i}.{product}.weight" for i in range(count)] for product in products)
+    gates, ups, downs = ([f"{name}.{i}.{product}.weight" for i in range(count)] for product in _products(parts, name))
     gate_up = weights.stack(list(zip(gates, ups, strict=True)), (inner, inner), hidden)
     return gate_up, weights.stack([(down,) for down in downs], (hidden,), inner)

@@ -181,7 +181,7 @@ def load_sharded(  # noqa: PLR0913  (all but two have a default)
     Raises like `load_model`; ConfigError with `key` if the model cannot be divided; RankLost if a rank does not start.
     """
     size, config = ranking.size, read_config(Path(path))
-    divided(config, size, ranking.key)
+    divided(config, size, ranking.key, quantize)
     check_gpus(torch.device(device), size, ranking.key)
     cpu = torch.device(device).type == "cpu"
     threads = ranking.threads or max(1, torch.get_num_threads() // size)

@@ -86,7 +86,7 @@ class Split:
         return self.ranks.rank == 0
 
     def config(self, whole: ModelConfig) -> ModelConfig:
-        return divided(whole, self.plan.size, self.plan.key)
+        return divided(whole, self.plan.size, self.plan.key, self.plan.quantize)
 
     def parts(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> Parts:
         heads = Heads(read_config(checkpoint.folder).kv_heads, self.plan.size)

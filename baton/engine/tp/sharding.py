@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from baton.engine.kernels.base import Linear
+from baton.engine.kernels.quantized import SCHEMES, Quantize, QuantizedWeight, quantize
 from baton.engine.models.checkpoint import Checkpoint, Weights
 from baton.engine.models.config import ModelConfig
 from baton.engine.models.llama import Parts
@@ -83,23 +85,30 @@ def common(a: range, b: range) -> range:
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
-def divided(config: ModelConfig, size: int, key: str) -> ModelConfig:
+def divided(config: ModelConfig, size: int, key: str, quantize: Quantize = "none") -> ModelConfig:
     """Return the config of each of `size` ranks. Raises ConfigError with `key` and sizes that it does not divide."""
+    stored = 0 if config.quantised is None else config.quantised.group
+    groups = {stored, 0 if quantize == "none" else SCHEMES[quantize].group} - {0}
     if config.family not in FAMILIES:
         raise ConfigError(f"{key}: {size} is not supported for a model of the family {config.family}; set {key} to 1")
-    if uneven := _uneven(config, size):
-        fits = ", ".join(str(n) for n in range(1, config.heads + 1) if not _uneven(config, n))
+    if uneven := _uneven(config, size, groups):
+        fits = ", ".join(str(n) for n in range(1, config.heads + 1) if not _uneven(config, n, groups))
         raise ConfigError(f"{key}: {size} does not divide the model's {' and '.join(uneven)}; allowed are {fits}")
     kv_heads, inner = Heads(config.kv_heads, size).per_rank, config.intermediate_size // size
     return replace(config, heads=config.heads // size, kv_heads=kv_heads, intermediate_size=inner)
 
 
-def _uneven(config: ModelConfig, size: int) -> list[str]:
-    """Return the keys and values that `size` ranks cannot share evenly. Ranks may share a KV head."""
+def _uneven(config: ModelConfig, size: int, groups: set[int]) -> list[str]:
+    """Return the keys and values that `size` ranks cannot share evenly. Ranks may share a KV head, and cut no group of
+    quantised inputs.
+    """
     heads, kv_heads, inner = config.heads, config.kv_heads, config.intermediate_size
     found = [f"num_attention_heads ({heads})"] if heads % size else []
     found += [f"num_key_value_heads ({kv_heads})"] if kv_heads % size and size % kv_heads else []
-    return found + ([f"intermediate_size ({inner})"] if inner % size else [])
+    found += [f"intermediate_size ({inner})"] if inner % size else []
+    inputs = {"o_proj": heads * config.head_dim, "down_proj": inner}
+    cut = [(layer, group) for layer in inputs for group in groups if size > 1 and inputs[layer] % (size * group)]
+    return found + [f"{layer} ({inputs[layer]} inputs in groups of {group})" for layer, group in cut]
 
 
 KV = (".k_proj.weight", ".v_proj.weight", ".k_proj.bias", ".v_proj.bias")
@@ -127,6 +136,11 @@ class ShardedWeights(Weights):
         self._fill_from(place, name, shape, 0, rows.start)
         return place
 
+    def share(self, name: str, out: int) -> tuple[int, int]:
+        """Return the rows of a whole tensor, and the first of the rank's `out` rows."""
+        copies = self._replicas if name.endswith(KV) else 1
+        return out * self.size // copies, self.rank // copies * out
+
     def _fill_from(self, place: Tensor, name: str, whole: tuple[int, ...], dim: int, start: int) -> None:
         """Read only the slice from `start` in dimension `dim` of a tensor of shape `whole`."""
         stored = self.checkpoint.take(name, whole)
@@ -134,9 +148,8 @@ class ShardedWeights(Weights):
 
     def _fill_parts(self, place: Tensor, names: tuple[str, ...], outs: tuple[int, ...]) -> None:
         for name, part in zip(names, torch.split(place, list(outs)), strict=True):
-            copies = self._replicas if name.endswith(KV) else 1
-            whole = (len(part) * self.size // copies, *part.shape[1:])
-            self._fill_from(part, name, whole, 0, self.rank // copies * len(part))
+            rows, first = self.share(name, len(part))
+            self._fill_from(part, name, (rows, *part.shape[1:]), 0, first)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,14 +160,32 @@ class ShardedParts(Parts):
     exchange: Exchange
 
     def summed(self, name: str, out: int, n_in: int, *, bias: bool) -> Linear:
-        weight = self.weights.columns(f"{name}.weight", out, n_in)
         added = self.weights.tensor(f"{name}.bias", out) if bias else None
-        return Summed(self.layer(weight, added if self.exchange.rank == 0 else None), self.exchange)
+        held, whole_k = added if self.exchange.rank == 0 else None, n_in * self.exchange.size
+        if self.are_stored((name,)):
+            whole = Parts._packed(self, (name,), (out,), whole_k)
+        elif self.quantize != "none":  # scales are those of whole rows, as on one rank
+            wide = self.weights.float32(f"{name}.weight", out, whole_k).to(self.weights.dtype)
+            whole = quantize(wide, SCHEMES[self.quantize])
+        else:
+            return Summed(self.layer(self.weights.columns(f"{name}.weight", out, n_in), held), self.exchange)
+        own = whole.columns(range(self.exchange.rank * n_in, (self.exchange.rank + 1) * n_in))
+        return Summed(self.kernels.quantized(own, held, self.weights.keep), self.exchange)
+
+    def _packed(self, names: tuple[str, ...], outs: tuple[int, ...], n_in: int) -> QuantizedWeight:
+        """Return the rank's rows. It reads all rows, because several zero levels may share a word."""
+        shares = [self.weights.share(f"{name}.weight", out) for name, out in zip(names, outs, strict=True)]
+        starts = accumulate((rows for rows, _ in shares), initial=0)
+        own = [start + first + torch.arange(out) for start, (_, first), out in zip(starts, shares, outs, strict=False)]
+        return Parts._packed(self, names, tuple(rows for rows, _ in shares), n_in).rows(torch.cat(own))
 
     def head(self, embed: Tensor, *, tied: bool) -> Linear:
         vocab, n_in = embed.shape
         ends = [vocab * rank // self.exchange.size for rank in range(self.exchange.size + 1)]
         own = range(*ends[self.exchange.rank :][:2])
+        if not tied and self.are_stored(("lm_head",)):
+            packed = Parts._packed(self, ("lm_head",), (vocab,), n_in).rows(torch.arange(own.start, own.stop))
+            return Gathered(self.kernels.quantized(packed, None, self.weights.keep), ends, self.exchange)
         weight = embed[own.start : own.stop] if tied else self.weights.rows("lm_head.weight", (vocab, n_in), own)
         return Gathered(self.layer(weight), ends, self.exchange)
 

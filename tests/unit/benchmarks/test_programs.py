@@ -25,7 +25,10 @@ from tests.support.compiled_kernels import compiled_or_skip
 PROGRAMS = sorted((ROOT / "benchmarks").glob("*.py"))
 PAGES = "determinism disaggregation engine local-prefill overload quantized router simulator thinking transfer".split()
 PAGE_OF = {name: name for name in PAGES} | dict.fromkeys(("disaggregation-1b", "disaggregation-vllm"), "disaggregation")
-PAGE_OF |= dict.fromkeys(("soak-soak", "soak-control"), "faults") | {"kv_int8": "kv_int8"}
+PAGE_OF |= dict.fromkeys(("soak-soak", "soak-control"), "faults") | {
+    "kv_int8": "kv_int8",
+    "quantized-quality": "quantized",
+}
 PAGE_OF |= dict.fromkeys(("determinism-levels", "determinism-agreement"), "determinism")
 slow = pytest.mark.slow
 program_run = pytest.mark.sample(3, of="programs of benchmarks/")
@@ -71,6 +74,19 @@ def test_quantized_has_a_figure_for_each_point(tmp_path: Path) -> None:
     assert min(last["ratios"].values()) > 0
     assert len(last["ratios"]) == 8
     assert "level " in text
+
+
+@slow
+@program_run
+def test_quantized_judges_the_quality() -> None:
+    """Against weights that are rounded otherwise than Baton's, KL of int4 would be that against the original ones."""
+    _, last = run("quantized", "--tiny", "--quality")
+    figures = last["figures"]
+    assert figures["float32 none: KL to original"] < 1e-9
+    assert figures["float32 int8: KL to widened"] < 1e-3
+    assert 10 * figures["float32 int4: KL to widened"] < figures["float32 int4: KL to original"]
+    assert figures["float32 int8: equal to widened"] >= 198
+    assert figures["float32 int8: equal to original"] >= 198
 
 
 @slow

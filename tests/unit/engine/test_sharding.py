@@ -18,6 +18,7 @@ from baton.engine.kernels.torch_reference import TorchKernels
 from baton.engine.models.checkpoint import Checkpoint, Weights
 from baton.engine.models.config import read_config
 from baton.engine.models.loading import load_model
+from baton.engine.models.stored_quantisation import StoredScheme
 from baton.engine.tp import sharding
 from baton.engine.tp.group import SharedExchange, memory_is_ordered
 from baton.engine.tp.rank_process import Split, body, lengths, unpack
@@ -27,6 +28,7 @@ from tests.unit.model.checkpoints import HIDDEN, VOCAB, random_checkpoint
 from tests.unit.model.harness import Row, assert_same_batch, make_batch
 
 HEADS, KV_HEADS, DIM, INNER = 8, 4, 6, 80
+INT4 = StoredScheme(packed=True, bits=4, group=32, symmetric=True)
 CPU = torch.device("cpu")
 needs_order = pytest.mark.skipif(not memory_is_ordered(), reason="shared memory is used on x86-64 Linux alone")
 
@@ -98,7 +100,7 @@ def test_a_rank_reads_only_its_slices(tmp_path, monkeypatch, tied):
         copy(weights, place, source, stored)
 
     monkeypatch.setattr(ShardedWeights, "_copy", counted)
-    plan = Mock(folder=str(tmp_path), size=size, key="key")
+    plan = Mock(folder=str(tmp_path), size=size, key="key", quantize="none")
     ranks = Mock(rank=1, device=CPU, exchange=Mock(size=size, rank=1))
     load_model(tmp_path, split=Split(plan, ranks))
     attention = (HEADS // size * 2 + 2) * DIM * HIDDEN  # q and o, and one head of k and v
@@ -166,6 +168,7 @@ def test_a_silent_rank_and_a_dead_one(options, message):
         (4, {"heads": 24, "kv_heads": 6}, r" does not divide the model's num_key_value_heads \(6\); allowed are 1, 2$"),
         (16, {}, r"num_attention_heads \(8\); allowed are 1, 2, 4, 8$"),
         (4, {"intermediate_size": 82}, r"intermediate_size \(82\); allowed are 1, 2$"),
+        (2, {"quantised": INT4}, r"o_proj \(48 inputs in groups of 32\) and down_proj \(80 .* of 32\); allowed are 1$"),
         (2, {"family": "mixtral"}, "model of the family mixtral; set decode.tensor_parallel to 1"),
     ],
 )
@@ -173,6 +176,14 @@ def test_what_does_not_divide_is_refused_by_name(folder, size, changes, message)
     config = replace(read_config(folder), **changes)
     with pytest.raises(ConfigError, match=f"^decode.tensor_parallel: {size}.*{message}"):
         sharding.divided(config, size, "decode.tensor_parallel")
+
+
+def test_quantising_on_load_cuts_no_group(folder):
+    config = replace(read_config(folder), head_dim=8, intermediate_size=128)
+    sharding.divided(config, 8, "key", "int8")
+    sharding.divided(config, 2, "key", "int4")
+    with pytest.raises(ConfigError, match=r"key: 4 does not divide the model's o_proj \(64 inputs in groups of 32\)"):
+        sharding.divided(config, 4, "key", "int4")
 
 
 def test_a_rank_builds_a_smaller_model(folder):

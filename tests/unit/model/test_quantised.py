@@ -1,11 +1,13 @@
 """Models quantised while they load, and quantised checkpoints, against transformers with the widened weights."""
 
 import json
+import re
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+import structlog
 import torch
 import transformers
 from compressed_tensors.compressors import BaseCompressor
@@ -17,7 +19,7 @@ from baton.cli.setup.quantize import quantize as write_copy
 from baton.engine.kernels.quantized import SCHEMES, Quantize, quantize
 from baton.engine.models.loading import load_model
 from baton.errors import CheckpointError, ConfigError
-from tests.unit.model.checkpoints import random_checkpoint
+from tests.unit.model.checkpoints import MIXTRAL, QWEN, V3, random_checkpoint
 from tests.unit.model.harness import greedy, prompts
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}  # in whole groups
@@ -56,13 +58,28 @@ def test_logits_are_those_of_the_widened_weights(family: str, name: Quantize, le
             assert (logits - expected[position]).std().item() < bound * scale
 
 
-def compress(folder: Path, form: str, weights: dict[str, Any], reference: Any) -> None:
-    """Rewrite a checkpoint in a format of compressed-tensors by its own compressor. `reference` gets the weights of
-    its decompressor.
+def parameter_of(reference: Any, name: str) -> torch.Tensor:
+    """Return a parameter of transformers by its name in a file. Those of experts are rows of stacked ones."""
+    if ".experts." not in name:
+        found: torch.Tensor = reference.get_parameter(name)
+        return found
+    layer, number, product = re.sub("block_sparse_moe", "mlp", name).removesuffix(".weight").rsplit(".", 2)
+    if product in ("w2", "down_proj"):
+        found = reference.get_parameter(f"{layer}.down_proj")[int(number)]
+        return found
+    gate, up = reference.get_parameter(f"{layer}.gate_up_proj")[int(number)].chunk(2)
+    return gate if product in ("w1", "gate_proj") else up
+
+
+def compress(folder: Path, form: str, weights: dict[str, Any], reference: Any, *, head: bool = False) -> None:
+    """Rewrite a checkpoint in a format of compressed-tensors by its own compressor, with its head if `head`.
+    `reference` gets the weights of its decompressor.
     """
     scheme = QuantizationScheme.model_validate({"targets": ["Linear"], "weights": weights})
     compressor, tensors = BaseCompressor.get_value_from_registry(form), load_file(folder / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+    for name in [
+        name for name in tensors if re.search(r"(_proj|\.w[123])\.weight$", name) or (head and "lm_head" in name)
+    ]:
         weight, layer = tensors.pop(name), name.removesuffix("weight")
         grouped = weight.unflatten(1, (-1, weights.get("group_size", weight.shape[1])))
         low, high = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
@@ -73,7 +90,7 @@ def compress(folder: Path, form: str, weights: dict[str, Any], reference: Any) -
             zero = (-low / scale).round() - 2 ** (weights["num_bits"] - 1)
         state = {"weight": weight, "weight_scale": scale.half().float(), "weight_zero_point": zero.to(torch.int8)}
         packed = compressor.compress(state, scheme)
-        reference.get_parameter(name).copy_(compressor.decompress(packed, scheme)["weight"])
+        parameter_of(reference, name).copy_(compressor.decompress(packed, scheme)["weight"])
         tensors |= {layer + part: value for part, value in packed.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
@@ -106,6 +123,41 @@ def test_checkpoints_of_compressed_tensors(form: str, weights: dict[str, Any], t
     check_equal(tmp_path, reference)
 
 
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": MIXTRAL,
+    "qwen3_moe": QWEN | {"moe_intermediate_size": 32},
+    "deepseek_v3": V3 | {"moe_intermediate_size": 32, "q_lora_rank": 32},
+}
+
+
+@pytest.mark.parametrize(("form", "weights"), [FORMATS[0], FORMATS[3]], ids=str)
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_of_compressed_tensors(family: str, form: str, weights: dict[str, Any], tmp_path: Path, monkeypatch):
+    """Latent attention takes two matrices from one projection, which is widened."""
+    monkeypatch.setenv("BATON_CPU_LEVEL", "none")
+    reference = random_checkpoint(tmp_path, family, **SIZES | EXPERTS[family])
+    compress(tmp_path, form, weights | {"type": "int"}, reference)
+    with structlog.testing.capture_logs() as logs:
+        check_equal(tmp_path, reference)
+    widened = [line["layers"] for line in logs if line["event"] == "weights_widened"]
+    assert widened == (["kv_b_proj"] if family == "deepseek_v3" else [])
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_a_quantised_copy_of_experts(family: str, tmp_path: Path, monkeypatch):
+    """It computes as the model that is quantised while it loads. Routers stay."""
+    monkeypatch.setenv("BATON_CPU_LEVEL", "none")
+    model = random_checkpoint(tmp_path / "m", family, **SIZES | EXPERTS[family])
+    write_copy(tmp_path / "m", tmp_path / "copy", Bits.int4)
+    backends = load_model(tmp_path / "m", quantize="int4"), load_model(tmp_path / "copy")
+    one, other = (greedy(backend, prompts((1, 9, 40)), 6, Random(3)) for backend in backends)
+    assert all(torch.equal(a.logits[at], b.logits[at]) for a, b in zip(one, other, strict=True) for at in a.logits)
+    assert [row.tokens for row in one] == [row.tokens for row in other]
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    with pytest.raises(ConfigError, match=r"experts.* cannot be quantised"):
+        write_copy(tmp_path / "fused", tmp_path / "again")
+
+
 @pytest.mark.parametrize("bits", list(Bits))
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
 def test_a_quantised_copy(bits: Bits, tied: bool, tmp_path: Path, monkeypatch):
@@ -117,7 +169,7 @@ def test_a_quantised_copy(bits: Bits, tied: bool, tmp_path: Path, monkeypatch):
     check_equal(tmp_path / "copy", reference)
     with pytest.raises(ConfigError, match="exists already"):
         write_copy(tmp_path / "m", tmp_path / "copy", bits)
-    with pytest.raises(ConfigError, match="not quantised"):
+    with pytest.raises(ConfigError, match="if it is not quantised"):
         write_copy(tmp_path / "copy", tmp_path / "again", bits)
     (tmp_path / "m" / "model.safetensors.index.json").unlink()
     (tmp_path / "m" / "model.safetensors").write_bytes(b"cut")

@@ -43,7 +43,7 @@ from baton.worker.lifecycle import _info
 from baton.worker.process import _Model, reasons_to_load
 from baton.worker.settings import from_config, located, of_both_roles
 from kvtransfer.transports.select import make_transports
-from tests.unit.model.checkpoints import thinking_checkpoint
+from tests.unit.model.checkpoints import LATENT, edit_config, thinking_checkpoint
 
 DEMO = Path(__file__).parents[3] / "models/demo"
 KV = ("transfer.coalesce_below=8KiB", "transfer.staging_memory=64MiB", "transfer.frame_size=1MiB")
@@ -485,11 +485,17 @@ def test_workers_of_one_kind_and_models_of_one_shape_have_one_place(demo, tmp_pa
     assert passes_path(another) != here
 
 
-def test_the_level_and_the_weights_of_a_worker_are_reported(demo, monkeypatch):
+def test_the_level_and_the_weights_of_a_worker_are_reported(demo, tmp_path, monkeypatch):
     monkeypatch.setenv("BATON_CPU_LEVEL", "none")
     assert (level_of(demo(), "float32"), level_of(demo("model.path=oracle"), "float32")) == ("none", "")
     assert level_of(demo("model.kv_dtype=int8"), "int8") == "none", "KV in int8 has kernels of the model's dtype"
     assert [weight_format(demo(f"model.quantize={kind}")) for kind in ("none", "int8")] == ["none", "int8"]
+    LATENT["v2-lite"].write(tmp_path)
+    weights = {"num_bits": 4, "type": "int", "strategy": "channel"}
+    section = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    groups = {"g": {"targets": ["Linear"], "weights": weights}}
+    edit_config(tmp_path, quantization_config=section | {"config_groups": groups})
+    assert weight_format(demo(f"model.path={tmp_path}")) == "int4 except kv_b_proj"
     assert "-none-passes" in passes_path(demo()).name
     if "avx2" in machine().flags:
         monkeypatch.setenv("BATON_CPU_LEVEL", "avx2")
