@@ -20,7 +20,7 @@ LONGER = LONG | {"max_tokens": 1900}  # it must not have ended when the signal a
 
 def serves(cluster):
     try:
-        with cluster.client(timeout=10) as client:
+        with cluster.client(timeout=scaled(10)) as client:
             return client.generate("hello", max_tokens=5, temperature=0).tokens
     except BatonError:
         return None
@@ -86,7 +86,7 @@ def test_a_worker_that_is_told_to_stop_hands_over(cluster, name):
     eventually(cluster.all_free)
 
 
-def test_a_killed_supervisor_takes_all_with_it(module_home):
+def test_a_killed_supervisor_takes_all_with_it_and_one_sigint_drains(module_home):
     config = "configs/no-ray.yaml"
     options = [part for item in (*FREE_PORTS, "model.path=oracle", "name=orphans") for part in ("--set", item)]
     module_home.baton("up", "-c", config, *options, "--detach", check=True)
@@ -98,16 +98,14 @@ def test_a_killed_supervisor_takes_all_with_it(module_home):
     done = module_home.baton("status", "--name", "orphans")
     assert done.returncode == 4
     # A new cluster may have the killed one's name, despite its leftovers.
-    with module_home.cluster(config, "model.path=oracle", name="orphans") as again:
+    with module_home.cluster(config, HANDED_OVER, "model.path=oracle", name="orphans") as again:
         assert serves(again)
+        _one_sigint_drains(again)
 
 
-def test_ctrl_c_drains(module_home):
-    """One SIGINT: the running request finishes, then everything ends."""
-    with (
-        module_home.cluster("configs/no-ray.yaml", HANDED_OVER, "model.path=oracle", name="drain") as running,
-        running.client(max_retries=0) as client,
-    ):
+def _one_sigint_drains(running):
+    """The running request finishes, then everything ends."""
+    with running.client(max_retries=0) as client:
         processes = running.processes()
         with client.stream("hello", max_tokens=200, temperature=0, ignore_eos=True) as stream:
             next(stream)

@@ -85,11 +85,11 @@ def draw(rng, heldout):
 
 
 def test_concurrent_requests_equal_a_single_process(cluster, engine, seed):
-    """32 mixed concurrent requests each equal one process's answer, in fp32, greedy and sampled."""
+    """16 mixed concurrent requests each equal one process's answer, in fp32, greedy and sampled."""
     heldout = [json.loads(line)["prompt"] for line in (DEMO.parent / "heldout.jsonl").read_text().splitlines()]
     rng = random.Random(seed)
-    jobs = [draw(rng, heldout) for _ in range(32)]
-    with cluster.client() as client, ThreadPoolExecutor(32) as pool:
+    jobs = [draw(rng, heldout) for _ in range(16)]
+    with cluster.client() as client, ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(lambda job: client.generate(job[0], **job[1]), jobs))
     for (prompt, options), answer in zip(jobs, answers, strict=True):
         spec = SequenceSpec(tuple(engine.tokenizer.encode(prompt)), Sampling(**as_sent(options)))
@@ -122,7 +122,7 @@ def test_ray_replaces_a_killed_worker(cluster, worker):
 
     def serves():
         try:
-            with cluster.client(timeout=10) as client:
+            with cluster.client(timeout=scaled(10)) as client:
                 return client.generate("The color of dog", max_tokens=8, temperature=0).text
         except BatonError:
             return None
@@ -194,6 +194,7 @@ def test_a_second_turn_moves_little_and_a_new_prefill_worker_fetches(from_hub):
 # --- a newcomer's first steps: `baton demo`
 
 
+demo = pytest.mark.sample(1, of="`baton demo`")
 ENOUGH = 5  # requests in addition to the two prompts
 
 
@@ -205,6 +206,7 @@ def finished_of(address: str):
                 yield int(json.loads(line[5:])["status"]["finished"])
 
 
+@demo
 def test_requests_flow_on_its_page_until_it_is_told_to_stop(home):
     demo = home.start("demo", "-c", "configs/no-ray.yaml", "--stay")
     said = []
@@ -222,6 +224,7 @@ def test_requests_flow_on_its_page_until_it_is_told_to_stop(home):
     assert demo.returncode == 0, rest
 
 
+@demo
 def test_ray_has_nothing_to_say_at_its_end(home):
     demo = home.start("demo")
     said, _ = demo.communicate(timeout=scaled(120))

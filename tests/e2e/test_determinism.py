@@ -20,6 +20,7 @@ from baton.engine.kernels.cpu.compiler import load_library
 from tests.support.cluster_process import HANDED_OVER, ClusterProcess
 from tests.support.compiled_kernels import compiled_or_skip
 from tests.support.load import struck
+from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("determinism")]
@@ -61,6 +62,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "sampled": {"prompt": text_of(5, 160), "temperature": 0.8, **MANY},
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
+another_cluster = pytest.mark.sample(2, of="deterministic requests on a cluster of another kind")
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def handed_back(cluster: ClusterProcess, answer: Completion):
 
 
 def metric(cluster: ClusterProcess, name, **labels):
-    with urllib.request.urlopen(f"http://{cluster.state().metrics}/metrics", timeout=30) as page:
+    with urllib.request.urlopen(f"http://{cluster.state().metrics}/metrics", timeout=scaled(30)) as page:
         families = list(text_string_to_metric_families(page.read().decode()))
     samples = [sample for family in families for sample in family.samples]
     return sum(sample.value for sample in samples if sample.name == name and labels.items() <= sample.labels.items())
@@ -305,7 +307,7 @@ def test_after_the_death_of_its_decode_worker(cluster, kind, rng):
     survive(cluster, kind, rng, 1)
 
 
-@pytest.mark.sample(1)
+@another_cluster
 @kinds
 def test_int8_weights_beside_others_and_after_a_death(module_home, kind, rng):
     """Each answer is handed over, and its steps are exact if the kernels have them."""
@@ -329,7 +331,7 @@ def test_after_many_deaths(module_home, part, kind, rng):
         survive(running, kind, rng, 2 if part == "exact" else 5)
 
 
-@pytest.mark.sample(1)
+@another_cluster
 @often
 @kinds
 def test_exact_steps(exactly, alone, kind, repeats, rng):
@@ -347,6 +349,7 @@ def test_exact_steps(exactly, alone, kind, repeats, rng):
     assert found_exact(exactly) == 0 or metric(exactly, "baton_rollbacks_total") == 0
 
 
+@another_cluster
 def test_workers_that_compute_prompts_in_chunks_beside_what_they_decode(module_home, alone, rng):
     """Colocated workers have the same fingerprint, and therefore the same bits."""
     sets = (*MODEL, "mode=colocated", "decode.max_batched_tokens=64")

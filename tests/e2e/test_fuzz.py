@@ -18,7 +18,7 @@ from tests.support.waiting import eventually
 pytestmark = pytest.mark.slow
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"]
 SETS = ("model.path=oracle", "model.max_model_len=256", "decode.kv_memory=1MiB", "prefill.kv_memory=1MiB")
-EXAMPLES = int(os.environ.get("BATON_FUZZ", "150"))
+EXAMPLES = int(os.environ.get("BATON_FUZZ", "60"))
 PATIENCE_S = 5.0  # most messages are rejected; some requests may well run forever
 # The codes that a caller may get. Others are faults of the server, or do not name the mistake.
 NAMES = "OK INVALID_ARGUMENT NOT_FOUND RESOURCE_EXHAUSTED CANCELLED DEADLINE_EXCEEDED"

@@ -17,23 +17,19 @@ NOTHING = {"ignore_eos": True}
 
 
 def http_client(address, **options):
-    return OpenAI(base_url=f"http://{address}/v1", api_key="none", **{"max_retries": 0, "timeout": 30, **options})
+    return OpenAI(
+        base_url=f"http://{address}/v1", api_key="none", **{"max_retries": 0, "timeout": scaled(30), **options}
+    )
 
 
-def test_what_up_prints_works(home):
-    options = [part for name in ("grpc", "metrics", "http") for part in ("--set", f"router.{name}=127.0.0.1:0")]
-    process = home.start("up", "-c", "configs/no-ray.yaml", "--set", "model.path=oracle", *options)
-    try:
-        lines = iter(process.stdout.readline, "")
-        curl = next(line.strip() for line in lines if "/v1/completions" in line)
-        assert curl.startswith("curl -s http://127.0.0.1:")
-        url, body = curl.split()[2], curl.split("-d ")[1].strip("'")
-        request = urllib.request.Request(url, body.encode(), {"content-type": "application/json"})
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            assert json.load(answer)["object"] == "text_completion"
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=scaled(60))
+def test_what_up_prints_works(oracle_cluster):
+    lines = (oracle_cluster.home.path / oracle_cluster.name / "up.out").read_text().splitlines()
+    curl = next(line.strip() for line in lines if "/v1/completions" in line)
+    assert curl.startswith("curl -s http://127.0.0.1:")
+    url, body = curl.split()[2], curl.split("-d ")[1].strip("'")
+    request = urllib.request.Request(url, body.encode(), {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=scaled(30)) as answer:
+        assert json.load(answer)["object"] == "text_completion"
 
 
 def test_a_gateway_alone(oracle_cluster, tmp_path):
@@ -48,7 +44,7 @@ def test_a_gateway_alone(oracle_cluster, tmp_path):
         with http_client(address) as client:
             assert [model.id for model in client.models.list()] == ["oracle"]
             client.completions.create(**asked | {"max_tokens": 1})
-            with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as metrics:
+            with urllib.request.urlopen(f"http://{address}/metrics", timeout=scaled(30)) as metrics:
                 assert b'baton_requests_total{outcome="finished"} 1.0' in metrics.read()
             stream = client.completions.create(**asked, stream=True)
             first = next(stream).choices[0].text

@@ -35,6 +35,7 @@ MISTAKES: dict[tuple[str, ...], tuple[int, list[str]]] = {
     ("generate", "hi", "--target", "127.0.0.1:1", "--timeout", "3"): (4, ["127.0.0.1:1"]),
     ("generate",): (2, ["prompt"]),
 }
+some = pytest.mark.sample(2, of="what `baton up` rejects in the foreground and detached")
 detached_or_not = pytest.mark.parametrize("detach", [(), ("--detach",)], ids=["foreground", "detached"])
 
 
@@ -77,18 +78,21 @@ def test_a_port_in_use_is_named(home, key, detach):
         refused(home, *UP, *ORACLE, "--set", f"{key}={taken}", *detach, code=3, says=[taken, "in use"])
 
 
+@some
 @detached_or_not
 def test_an_unreachable_redis_is_named_without_its_password(home, detach):
     says = ["LedgerError", "127.0.0.1:1", "Connect call failed"]
     assert "s3cret" not in refused(home, *UP, *ORACLE, *NOWHERE, *detach, code=4, says=says)
 
 
+@some
 @detached_or_not
 def test_a_ray_that_nobody_runs_is_named(home, detach):
     args = ("up", "-c", "configs/local.yaml", *ORACLE, *PORTS, "--set", "ray.address=127.0.0.1:1", *detach)
     refused(home, *args, code=4, says=["ray.address", "127.0.0.1:1"])
 
 
+@some
 @detached_or_not
 def test_a_home_that_is_no_folder(tmp_path, detach):
     (tmp_path / "file").touch()

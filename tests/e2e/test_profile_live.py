@@ -14,9 +14,11 @@ from tests.support.cluster_process import ROOT
 from tests.support.time_factor import scaled
 
 pytestmark = pytest.mark.slow
+profiled = pytest.mark.sample(1, of="profiles of running clusters")
 ORACLE = ("model.path=oracle", "model.max_model_len=640")
 
 
+@profiled
 def test_a_running_cluster_becomes_a_profile_that_a_plan_is_made_with(home, tmp_path):
     file = tmp_path / "here.json"
     with home.cluster("configs/no-ray.yaml", *ORACLE) as running:
@@ -38,6 +40,7 @@ def test_a_running_cluster_becomes_a_profile_that_a_plan_is_made_with(home, tmp_
     assert planned["best"]["met"]
 
 
+@profiled
 def test_workers_that_do_both_show_what_they_cost_each_other(home, tmp_path):
     file = tmp_path / "here.json"
     with home.cluster("configs/no-ray.yaml", *ORACLE, "mode=colocated", "decode.replicas=1") as running:

@@ -144,7 +144,7 @@ def many(nodes, tmp_path):
     eventually(nodes.no_actors)
 
 
-@pytest.mark.sample(2, of="a Ray cluster of three nodes")
+@pytest.mark.sample(1, of="a Ray cluster of three nodes")
 def test_workers_and_their_controller_are_kept(many):
     _workers_are_placed_by_label_and_replaced(many)
     _a_controller_that_is_started_again_takes_over_what_runs(many)
@@ -178,7 +178,7 @@ def _a_controller_that_is_started_again_takes_over_what_runs(many):
     many.replaced("decode", before[1])
 
 
-@pytest.mark.sample(2, of="a Ray cluster of three nodes")
+@pytest.mark.sample(1, of="a Ray cluster of three nodes")
 def test_a_head_that_is_started_again(nodes, home, tmp_path, monkeypatch):
     """The same workers serve requests while the head is away. The controller then runs on the new head."""
     many = Many(nodes, tmp_path)
@@ -201,7 +201,7 @@ def test_a_head_that_is_started_again(nodes, home, tmp_path, monkeypatch):
     assert nodes.no_actors(), "`down` returns when all are gone"
 
 
-@pytest.mark.sample(2, of="a Ray cluster of three nodes")
+@pytest.mark.sample(1, of="a Ray cluster of three nodes")
 def test_what_cannot_live_without_an_embedded_redis_ends_with_it(nodes, home, tmp_path, monkeypatch):
     many = Many(nodes, tmp_path)
     for name, value in nodes.env.items():

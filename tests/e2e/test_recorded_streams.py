@@ -1,6 +1,6 @@
 """A stream as its client records it, while one of its processes dies or freezes: each index once, unchanged text.
 
-Real processes: the oracle engine at each special index, and the demo model in fp32, greedy and sampled.
+Real processes with the oracle engine, at each special index. `test_determinism.py` has deaths on the demo model.
 """
 
 import pytest
@@ -19,12 +19,6 @@ SETS = (HANDED_OVER, "decode.replicas=2", "ledger.lease_s=3", "ledger.heartbeat_
 @pytest.fixture(scope="module")
 def oracle(module_home):
     with module_home.cluster("configs/no-ray.yaml", "model.path=oracle", *SETS) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def demo(module_home):
-    with module_home.cluster("configs/no-ray.yaml", *SETS, name="recorded") as running:
         yield running
 
 
@@ -69,17 +63,3 @@ LAST = 799
 )
 def test_of_the_oracle(oracle, after, victim, how):
     holds(oracle, {"max_tokens": LAST + 1, "temperature": 0, "ignore_eos": True}, after, victim, how)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("sampling", "victim"),
-    [
-        ({"temperature": 0}, "decode"),
-        ({"temperature": 0.8, "seed": 7}, "decode"),
-        ({"temperature": 0.8, "seed": 7}, "router"),
-    ],
-    ids=["greedy", "seeded", "router"],
-)
-def test_of_the_demo_model(demo, sampling, victim):
-    holds(demo, {"max_tokens": 400, "ignore_eos": True, **sampling}, 5, victim, "kill")

@@ -31,7 +31,7 @@ STREAMS = 12
 def statuses(cluster):
     found = []
     for admin in cluster.state().admins:
-        with Client(cluster.state().grpc, admin=admin, timeout=10) as client:
+        with Client(cluster.state().grpc, admin=admin, timeout=scaled(10)) as client:
             found.append(client.cluster())
     return found
 
@@ -123,7 +123,7 @@ def test_connections_spread(cluster):
     own = [("grpc.use_local_subchannel_pool", 1)]  # otherwise equal channels of one process share a connection
     for _ in range(24):
         with grpc.insecure_channel(cluster.state().grpc, options=own) as channel:
-            list(InferenceStub(channel).Generate(request, timeout=10))
+            list(InferenceStub(channel).Generate(request, timeout=scaled(10)))
     assert all(status.finished for status in statuses(cluster)), "one had nothing to do"
     shown = cluster.status()
     assert shown["finished"] + shown["other_routers"][0]["finished"] >= 24

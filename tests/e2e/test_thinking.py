@@ -82,6 +82,7 @@ def test_other_phrasings(client):
         assert [thought.text for thought in answer.thoughts if thought.text] == each["thoughts"], each
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("while_decoding", [False, True])
 def test_handoff_at_every_offset_of_a_chunk(client, while_decoding):
     """Prompts of all lengths, cut anywhere, continue with the state at their end."""

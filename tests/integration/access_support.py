@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 import baton.rpc.v1
 from baton.config.schema import TlsConfig
+from tests.support.time_factor import scaled
 
 TOKENS = {name: f"{name}-token-0123456789" for name in ("alice", "bob", "admin")}
 WRONG_TOKEN = "nobody-token-0123456789"
@@ -81,7 +82,7 @@ class Answer:
 def ask(channel: grpc.Channel, method: str, metadata=None) -> Answer:
     """Send one empty message. All four kinds of calls look the same on the wire."""
     stub: Any = channel.stream_stream(method)
-    call = stub(iter([b""]), metadata=metadata, timeout=10)
+    call = stub(iter([b""]), metadata=metadata, timeout=scaled(10))
     try:
         next(call, None)
     except grpc.RpcError as error:

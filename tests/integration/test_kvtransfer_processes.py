@@ -110,7 +110,7 @@ def test_a_reply_that_no_stream_takes_ends_the_channel(receiver: Receiver, prefi
 
     prefill = prefills(connect=connect)
     handoff = prefill.push("r", 4, [1], receiver.ref)
-    prefill.reports.failed(handoff, ChannelBroken, "RuntimeError", timeout=4)
+    prefill.reports.failed(handoff, ChannelBroken, "RuntimeError", timeout=scaled(4))
 
 
 def test_a_receiver_killed_mid_push_and_its_successor(start, over, prefills) -> None:
@@ -135,7 +135,7 @@ def test_a_frozen_receiver_is_given_up_by_the_deadline(receiver: Receiver, prefi
     receiver.ask(reserve={"r": [1], "s": [2], "t": [3]})
     prefill.reports.done(prefill.push("r", 4, [1], receiver.ref))
     os.kill(receiver.process.pid, signal.SIGSTOP)
-    prefill.reports.failed(prefill.push("s", 4, [1], receiver.ref), ChannelBroken, timeout=4)
+    prefill.reports.failed(prefill.push("s", 4, [1], receiver.ref), ChannelBroken, timeout=scaled(4))
     os.kill(receiver.process.pid, signal.SIGCONT)
     prefill.reports.done(prefill.push("t", 4, [1], receiver.ref))  # the channel recovers
     assert receiver.ask()["commits"] == ["r", "t"]
@@ -151,7 +151,7 @@ def test_a_process_that_exposes_a_pool_dies_or_freezes(receiver: Receiver, prefi
     receiver.ask(reserve={"r": [1], "s": [2], "t": [3]})
     prefill.reports.done(prefill.push("r", 4, [1], receiver.ref))
     os.kill(transport._exposed._process.pid, number)
-    prefill.reports.failed(prefill.push("s", 4, [1], receiver.ref), ChannelBroken, timeout=20)
+    prefill.reports.failed(prefill.push("s", 4, [1], receiver.ref), ChannelBroken, timeout=scaled(20))
     if number == signal.SIGSTOP:
         os.kill(transport._exposed._process.pid, signal.SIGCONT)
     prefill.reports.done(prefill.push("t", 4, [1], receiver.ref))

@@ -190,7 +190,7 @@ async def test_a_task_that_uses_redis_can_be_cancelled_at_any_moment(ledger):
         for _ in range(steps):
             await asyncio.sleep(0)
         task.cancel()
-        await asyncio.wait([task], timeout=5)
+        await asyncio.wait([task], timeout=scaled(5))
         assert task.cancelled(), f"after {steps} steps"
     assert await ledger.workers() == []
 
@@ -412,7 +412,7 @@ def test_it_dies_with_its_parent(tmp_path):
         redis = psutil.Process(int(parent.stdout.readline()))
         assert redis.is_running()
         parent.kill()
-    gone, alive = psutil.wait_procs([redis], timeout=10)
+    gone, alive = psutil.wait_procs([redis], timeout=scaled(10))
     assert alive == [] or alive[0].status() == psutil.STATUS_ZOMBIE
     assert len(gone) + len(alive) == 1
 

@@ -21,6 +21,7 @@ from baton.ledger.prefix_directory import DONE, GAP, REFUSED, DirectoryStore, Pr
 from baton.ledger.prefix_index import Change, Holder
 from baton.ledger.registry import Ledger
 from tests.support.ledger import holders, opened, password_of, raw, registered
+from tests.support.time_factor import scaled
 from tests.support.waiting import until
 
 DIGESTS = [n.to_bytes(2, "big") * 16 for n in range(5000)]
@@ -137,7 +138,8 @@ async def test_the_stream_is_bounded_and_a_reader_that_was_away_longer_reads_the
 
 async def test_blocks_of_a_dead_worker_expire_and_those_of_a_live_one_go_with_its_lease(ledger, server):
     dead, live = await registered(ledger, "prefill-0"), await registered(ledger, "prefill-1")
-    last, log = PrefixPublisher(ledger, dead.ref, ttl_s=0.4), PrefixPublisher(ledger, live.ref, ttl_s=0.4)
+    ttl_s = scaled(0.4)  # longer than the first look
+    last, log = PrefixPublisher(ledger, dead.ref, ttl_s=ttl_s), PrefixPublisher(ledger, live.ref, ttl_s=ttl_s)
     for one in (last, log):
         one.note(DIGESTS[:3])
         await one.flush()

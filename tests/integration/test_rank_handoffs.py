@@ -123,6 +123,7 @@ class Reader(threading.Thread):
         self.announced: queue.SimpleQueue[Announced | None] = queue.SimpleQueue()
         self.right = self.stale = 0
         self.wrong = list[FrameSpec]()
+        self.first = threading.Semaphore(0)  # released after the first read of each
         self._own = KVCache(kv.layout, kv.total_blocks)
 
     def read(self, what: Announced) -> bool:
@@ -138,9 +139,16 @@ class Reader(threading.Thread):
 
     def run(self) -> None:
         open_: list[Announced] = []
-        while (what := self.announced.get() if not open_ or not self.announced.empty() else open_.pop(0)) is not None:
+        while True:
+            new = not open_ or not self.announced.empty()
+            if (what := self.announced.get() if new else open_.pop(0)) is None:
+                break
             if self.read(what):
                 open_.append(what)
+            if new:
+                self.first.release()
+        for what in open_:
+            self.read(what)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -157,6 +165,7 @@ def test_no_byte_that_another_rank_wrote_later_counts(backend_of: Backends, size
             places = Places(blocks, [exposed.generations[block] for block in blocks])
             kv = layer_of(engine, layer, blocks, end)
             reader.announced.put(Announced(FrameSpec(layer, layer + 1, 0, end, len(kv)), places, kv))
+            assert reader.first.acquire(timeout=scaled(20))
 
     engine.watch(announce, lambda sequence: None)
     reader.start()

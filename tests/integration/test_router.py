@@ -27,6 +27,7 @@ from baton.tokenizer import OracleTokenizer
 from router.server import SERVICE, serve
 from tests.support.in_process_router import STATES, FakeWorker, InProcessCluster, at, event, finish, released, token_at
 from tests.support.routers import PROMPT, asked, ids_of, kinds, leave, recovered, refused, right, spied
+from tests.support.time_factor import scaled
 from tests.support.waiting import until
 
 
@@ -170,7 +171,7 @@ async def test_a_worker_without_a_lease_gets_nothing_new_but_finishes_what_it_ha
 
 
 async def test_a_worker_that_says_nothing_is_lost(make):
-    cluster = await make(worker_silence_s=0.5)
+    cluster = await make(worker_silence_s=scaled(0.5))
     call = await at(cluster, "decoding")
     await until(lambda: any(link.state == "lost" for link in cluster.links), "lost")
     await until(cluster.router.context.pool.has_pair, "connected again")
@@ -180,7 +181,7 @@ async def test_a_worker_that_says_nothing_is_lost(make):
 
 
 async def test_a_worker_that_talks_but_has_no_lease_is_lost_in_the_end(make):
-    cluster = await make(worker_silence_s=1.0, queue_max_wait_s=0.2)
+    cluster = await make(worker_silence_s=scaled(1.0), queue_max_wait_s=0.2)
     call = await at(cluster, "decoding")
     cluster.infos = [cluster.prefill[0].info]
     talking = asyncio.create_task(talk(cluster.workers))
@@ -275,7 +276,7 @@ async def test_cancel_releases_both_workers_in_every_state(cluster, state, how):
 
 @pytest.mark.parametrize("state", STATES)
 async def test_the_callers_deadline_holds_in_every_state(make, state):
-    cluster = await make(max_request_s=0.3)
+    cluster = await make(max_request_s=scaled(0.3))
     with pytest.raises(errors.DeadlineExceeded):
         await cluster.answer(await at(cluster, state))
     await released(*cluster.workers)
@@ -363,7 +364,7 @@ async def test_a_conversation_becomes_a_prompt(cluster):
 async def health_is(cluster: InProcessCluster, service: str, wanted: int):
     stub: Any = health_pb2_grpc.HealthStub(cluster.channel)
     watch = stub.Watch(health_pb2.HealthCheckRequest(service=service))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(scaled(10)):
         await anext(reply async for reply in watch if reply.status == wanted)
     watch.cancel()
 

@@ -20,6 +20,7 @@ from baton.tokenizer import OracleTokenizer
 from tests.integration.access_support import bearer, token_file
 from tests.support.in_process_router import at
 from tests.support.routers import ids_of
+from tests.support.time_factor import scaled
 from tests.support.waiting import until
 
 
@@ -91,7 +92,7 @@ async def test_waiting_again_after_no_room_is_the_same_wait(make):
     cluster = await make(queue_max_wait_s=0.4)
     cluster.decode[0].refuse_once = [worker_pb2.REFUSAL_REASON_NO_ROOM] * 100_000
     with pytest.raises(Overloaded, match=r"waited 0\.4 s for capacity"):
-        await asyncio.wait_for(cluster.generate(), 10)
+        await asyncio.wait_for(cluster.generate(), scaled(10))
     await cluster.nothing_is_left()
 
 

@@ -18,6 +18,7 @@ from baton.rpc.v1.inference_pb2_grpc import InferenceStub
 from tests.integration.access_support import ask, bearer, methods_of, token_file
 from tests.integration.gateway_support import raw
 from tests.support.in_process_router import at
+from tests.support.time_factor import scaled
 from tests.support.waiting import until
 
 CALLERS = 8
@@ -68,7 +69,7 @@ async def test_connections_are_told_to_go_before_the_end(cluster):
     await at(cluster, "decoding")
     states: list[grpc.ChannelConnectivity] = []
     stopping = asyncio.create_task(cluster.router.stop(20.0))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(scaled(5)):
         while grpc.ChannelConnectivity.READY not in states or states[-1] is grpc.ChannelConnectivity.READY:
             states.append(cluster.channel.get_state())
             await asyncio.sleep(0)
@@ -82,7 +83,7 @@ async def test_who_watches_the_health_holds_nothing_up(cluster):
     stub: Any = health_pb2_grpc.HealthStub(cluster.channel)
     watch = stub.Watch(health_pb2.HealthCheckRequest())
     seen = [await watch.read()]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(scaled(10)):
         await cluster.router.stop(60.0)
         with contextlib.suppress(grpc.RpcError, asyncio.CancelledError):
             while isinstance(found := await watch.read(), health_pb2.HealthCheckResponse):

@@ -17,6 +17,7 @@ from baton.rpc.v1 import worker_pb2
 from baton.stages import Stage
 from tests.support.in_process_router import LAYOUT, FakeWorker, InProcessCluster, at, event
 from tests.support.routers import PROMPT, ids_of, kinds, leave, recovered, right
+from tests.support.time_factor import scaled
 from tests.support.waiting import until
 
 ANSWER = right(PROMPT)
@@ -111,7 +112,7 @@ async def test_whatever_is_heard_of_both_in_one_breath(make, said, again):
 
 @pytest.mark.parametrize("silent", ["reserve", "fence"])
 async def test_a_decode_worker_that_does_not_answer_is_lost(make, silent, monkeypatch):
-    monkeypatch.setattr("router.request.attempt._ANSWER_S", 0.2)
+    monkeypatch.setattr("router.request.attempt._ANSWER_S", scaled(0.2))
     cluster = await make()
     [prefill], [decode] = cluster.prefill, cluster.decode
     if silent == "reserve":

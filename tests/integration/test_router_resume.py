@@ -28,6 +28,7 @@ from router.request.client_request import ClientCall
 from router.server import serve
 from tests.support.in_process_router import LAYOUT, InProcessCluster, at, event
 from tests.support.routers import PROMPT, asked, ids_of, kinds, recovered, right
+from tests.support.time_factor import scaled
 from tests.support.waiting import until
 
 MOST = 2 * LAYOUT.block_size + 1
@@ -198,7 +199,7 @@ async def test_who_takes_over_may_be_gone_first(make):
 async def test_however_many_come_at_once_with_a_key_all_of_them_end(cluster):
     """A request may be taken over at any moment, even while gRPC sends its name."""
     calls = [cluster.call(max_tokens=2, idempotency_key="k") for _ in range(100)]
-    ended = await asyncio.wait_for(asyncio.gather(*map(cluster.answer, calls), return_exceptions=True), 10)
+    ended = await asyncio.wait_for(asyncio.gather(*map(cluster.answer, calls), return_exceptions=True), scaled(10))
     answers = [events for events in ended if not isinstance(events, BaseException)]
     assert {ids_of(events) == ANSWER[:2] for events in answers} == {True}
     assert {type(error) for error in ended if isinstance(error, BaseException)} <= {Cancelled}

@@ -21,6 +21,7 @@ from baton.rpc.v1 import inference_pb2 as inference
 from baton.rpc.v1 import inference_pb2_grpc
 from tests.support import clients
 from tests.support.clients import KINDS, Event, Play, Scripted, Wire, World, answer, begin_and_hang, serving, soon
+from tests.support.time_factor import scaled
 
 
 async def end_early(context: Any) -> AsyncIterator[Event]:
@@ -213,8 +214,8 @@ async def test_the_deadline_ends_a_stream(world: World):
     world.server.scripts = [begin_and_hang]
     async with world.client(timeout=60) as client:
         with pytest.raises(errors.DeadlineExceeded):
-            await soon(client("generate", "x", timeout=0.3))
-    assert world.server.time_left[0] < 1
+            await soon(client("generate", "x", timeout=scaled(0.3)))
+    assert world.server.time_left[0] < scaled(1)
     await soon(world.server.cancelled.wait())
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from baton.cluster.backend_process import PARENT, READY_FD
+from tests.support.time_factor import scaled
 
 ROOT = Path(__file__).parents[2]
 NAMESPACES = Path("/run/netns")
@@ -25,7 +26,7 @@ NAMESPACES = Path("/run/netns")
 
 def command(*argv, check=True):
     """Run a command and return its output. Raises AssertionError with its error output."""
-    done = subprocess.run(list(map(str, argv)), capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(list(map(str, argv)), capture_output=True, text=True, timeout=scaled(30), check=False)
     assert not check or done.returncode == 0, f"{argv}: {done.stderr}"
     return done.stdout
 

@@ -37,7 +37,7 @@ def start_redis(host, folder):
     limits = ("--maxmemory-policy", "noeviction", "--save", "", "--appendonly", "no", "--dir", folder)
     argv = (server_binary(), "--bind", "0.0.0.0", "--port", REDIS, "--requirepass", PASSWORD, *limits)
     process = host.start(argv, folder / "redis.log")
-    client = Redis(host.address, REDIS, password=PASSWORD, socket_timeout=1)
+    client = Redis(host.address, REDIS, password=PASSWORD, socket_timeout=scaled(1))
 
     def answers():
         try:

@@ -15,7 +15,7 @@ from tests.netns.support import LEASE_S, PASSWORD, REDIS, Cluster, census, draw_
 from tests.support.load import Load, until
 from tests.support.processes_of_cluster import RayNodes
 
-pytestmark = [pytest.mark.netns, pytest.mark.serial, pytest.mark.slow, pytest.mark.timeout(420)]  # leases of real time
+pytestmark = [pytest.mark.netns, pytest.mark.chaos, pytest.mark.timeout(420)]  # leases of real time
 PORT = 6380
 LABEL = "baton.io/pool"
 POOLS = [(f"{role}: {{", f"{role}: {{node_labels: {{{LABEL}: {role}}}, ") for role in ("prefill", "decode")]

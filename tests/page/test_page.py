@@ -16,6 +16,7 @@ from router.server import serve
 from tests.integration.access_support import TOKENS, WRONG_TOKEN, token_file
 from tests.integration.gateway_support import alone
 from tests.support.in_process_router import at
+from tests.support.time_factor import scaled
 
 pytestmark = pytest.mark.xdist_group("page")
 CONTRAST = (Path(__file__).parent / "contrast.js").read_text()
@@ -275,11 +276,11 @@ def test_a_router_that_is_frozen_is_given_up_and_asked_again(page, beside):
 
     def freeze():
         frozen.set()
-        thawed.wait(20)
+        thawed.wait(scaled(20))
 
     beside.soon(freeze)
     try:
-        assert frozen.wait(10)
+        assert frozen.wait(scaled(10))
         page.clock.fast_forward(6_000)
         expect(page.locator("#status")).to_contain_text("disconnected: no data received; reconnecting in")
     finally:

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 
 STARTED = "Ray runtime started."
@@ -67,7 +68,7 @@ class RayNodes:
         """Kill a node's processes, like a power failure of its host."""
         process = self.nodes.pop(name)
         _kill([psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)])
-        process.wait(10)
+        process.wait(scaled(10))
 
 
 def _family_at_start(process: subprocess.Popen, log: Path) -> list[psutil.Process]:
@@ -87,4 +88,4 @@ def _kill(processes: list[psutil.Process]) -> None:
     for one in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()
-    psutil.wait_procs(processes, timeout=10)
+    psutil.wait_procs(processes, timeout=scaled(10))

@@ -1,20 +1,16 @@
 """The figures of benchmarks/disaggregation.py and benchmarks/simulator.py."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from baton.bench.traces import read_trace
-from baton.planner.profile import Layout, Line, Link, Piece, Profile
-from benchmarks import disaggregation, simulator
-from benchmarks.lib.disagg_figures import Phase, Seen, Slo, attainment, goodput, keep, kept, phase_of
-from benchmarks.lib.disagg_goals import GOALS, aimed, goals, sides_of, tightest
-from benchmarks.lib.disagg_run import SPLIT, Side, colocated
+from benchmarks.lib.disagg_figures import Phase, Seen, Slo, attainment, goodput
+from benchmarks.lib.disagg_goals import goals, sides_of
+from benchmarks.lib.disagg_run import SPLIT
 from benchmarks.lib.mixed_load import DOCUMENT, KINDS, STREAM, arrivals, kinds_of, write_trace
 
 SLO = Slo(1.0, 0.05)
-USUAL_S = 0.0041  # the gap of a lone request, by `a_profile`
 MIXED = "colocated-64"
 
 
@@ -58,47 +54,6 @@ def test_goodput_is_the_highest_rate_that_nine_of_ten_requests_keep_to():
     assert attainment(phases[1:3], SLO) == pytest.approx(0.95)
 
 
-def test_goals_are_stretched_by_how_slow_the_machine_was():
-    slow = phase(SPLIT, answers=(seen(1.1, 0.055),))
-    assert slow.good(SLO) == attainment([slow], SLO) == goodput([slow], SLO) == replace(slow, speed=1.09).good(SLO) == 0
-    there = replace(slow, speed=1.1)
-    assert (there.good(SLO), attainment([there], SLO), goodput([there], SLO)) == (1, 1.0, 2.0)
-
-
-def test_requests_that_failed_count_against_attainment_and_all_is_kept(tmp_path):
-    sample = {"error": "", "prompt_tokens": 64, "ttft_s": 0.2, "gaps_s": [0.01, 0.02]}
-    report = {
-        "samples": [sample, {**sample, "error": "Overloaded", "ttft_s": None}],
-        "generator": {"cpu_share": 0.2, "late_p99_s": 0.003},
-    }
-    found = phase_of(report, SPLIT, 2.0, 1, 10.0)
-    assert (found.sent, found.seen, attainment([found], SLO)) == (2, (seen(0.2, 0.01, 0.02),), 0.5)
-    assert (found.generator_cpu, found.late_s) == (0.2, 0.003)
-    phases = [found, phase(MIXED, 2.0, 2)]
-    keep(tmp_path / "seen.json", SLO, phases)
-    assert kept(tmp_path / "seen.json") == (SLO, phases)
-
-
-def test_ratios_are_above_one_where_splitting_is_better():
-    better, worse = (seen(0.1, 0.01),) * 20, (seen(0.2, 0.08),) * 10 + (seen(0.2, 0.01),) * 10
-    phases = [phase(side, 2.0, n, own) for n in (1, 2) for side, own in ((SPLIT, better), (MIXED, worse))]
-    found = goals(phases, Slo(0.1, 0.01), 90)
-    assert [goal.split for goal in found] == [2.0] * len(GOALS)
-    assert [goal.colocated[MIXED] for goal in found] == [0.0] * (len(GOALS) - 2) + [2.0] * 2
-    assert (tightest(found).times, tightest(found).best, tightest(found).ratio) == (10.0, MIXED, 1.0)
-    _, figures = disaggregation.report(phases, Slo(0.1, 0.01), 90)
-    assert figures == pytest.approx({"itl_p99_ratio": 8.0, "ttft_p50_ratio": 2.0, "goodput_ratio": 1.0})
-
-
-def test_a_side_that_keeps_a_goal_at_no_rate_counts_as_if_at_the_lowest():
-    good, bad = (seen(0.1, 0.01),) * 10, (seen(0.1, 0.024),) * 10
-    phases = [phase(side, rate, 1, own) for side, own in ((SPLIT, good), (MIXED, bad)) for rate in (1.0, 2.0, 3.0)]
-    found = goals(phases, Slo(0.1, 0.01), 90)
-    assert (aimed(found).ratio, aimed(found).told) == (3.0, "over 3.00")
-    assert (tightest(found).times, tightest(found).told) == (2.5, "1.00")
-    assert disaggregation.report(phases, Slo(0.1, 0.01), 90)[1]["goodput_ratio"] == 3.0
-
-
 def test_at_each_goal_the_best_chunk_counts_and_another_engine_never():
     phases = [
         phase(SPLIT, answers=(seen(0.1, 0.011),) * 10),
@@ -126,28 +81,3 @@ def test_all_sides_get_the_same_load_and_other_lengths_come_at_the_same_moments(
     read = read_trace(tmp_path / "trace.jsonl").arrivals
     assert [one.prompt_tokens for one in read] == [kind.prompt_tokens for _, kind in others]
     assert read[-1].at_s == pytest.approx(first[-1][0] - first[0][0], abs=1e-5)
-
-
-def a_profile(**changes: Any) -> Profile:
-    """Return a toy profile. `changes` apply to its only layout."""
-    decode = (Piece(step_s=0.004, token_s=1e-4, context_s=0.0),)
-    prompt = Line(step_s=0.004, token_s=1e-4, context_s=0.0)
-    layout = Layout(tensor_parallel=1, kv_tokens=100_000, prompt=prompt, decode=decode, **changes)
-    facts = {"name": "toy", "model": "", "hardware": "", "source": "a test", "token_bytes": 1e4, "layers": 4}
-    return Profile(**facts, link=Link(bytes_per_s=1e9), layouts=(layout,))  # type: ignore[arg-type]
-
-
-PROFILES: simulator.Profiles = {(side, 3): a_profile() for side in (SPLIT, "colocated-128")}
-
-
-@pytest.mark.parametrize("side", [Side(SPLIT), colocated(128)], ids=str)
-def test_the_simulator_gets_the_very_load_of_a_phase(side):
-    was = phase(side.name, 4.0, 3)
-    report = simulator.predict(a_profile(), was, SLO, USUAL_S, 0)
-    load = [kind for _, kind in arrivals(4.0, 10.0, 3)]
-    assert report.completed == report.arrivals == len(load)
-    assert report.output_tokens == sum(kind.max_tokens for kind in load)
-    found = simulator.simulated(PROFILES, [was], SLO, USUAL_S)
-    assert (found["share"], found["ttft_p50"]) == (report.good / report.arrivals, report.ttft.p50)
-    compared = simulator.Compared(side.name, 4.0, {**found, "goodput": found["goodput"] * 2}, found)
-    assert [compared.error(figure) for figure in simulator.FIGURES] == pytest.approx([0, 0, 0, 0, 0.5])

@@ -77,13 +77,6 @@ def test_each_step_ends_alone(steps: dict[str, Step], tmp_path: Path, capsys: py
     assert (report["torch"], report["device"]) == (torch.__version__, None)
 
 
-def test_a_spent_budget_skips_the_rest(steps: dict[str, Step]) -> None:
-    run = Run(dry=True, budget_s=0.0)
-    run.all([steps["good"], steps["raises"]])
-    assert [result.reason for result in run.results] == ["the budget of 0 s is used up"] * 2
-    assert not run.failed
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("chosen", "code"), [("1", 0), ("1,4", 0), ("1,2", 1)])
 def test_the_exit_code_is_1_after_a_failure(
@@ -95,12 +88,6 @@ def test_the_exit_code_is_1_after_a_failure(
     assert [entry["step"] for entry in json.loads(out.read_text())["steps"]] == [
         int(part) for part in chosen.split(",")
     ]
-
-
-def test_unknown_steps_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        gpu.main(["--first", "--only", "3,11"])
-    assert "there is no step 11; there are 1 to 10" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -120,20 +107,6 @@ def test_a_run_on_a_gpu_compiles_and_keeps_its_kernels(monkeypatch: pytest.Monke
     assert "TRITON_INTERPRET" not in real
     assert real["TRITON_CACHE_DIR"] == "/home-of-baton/kernels/triton"
     assert runner.environment(dry=True)["CUDA_VISIBLE_DEVICES"] == ""
-
-
-@pytest.mark.parametrize("every_block", [False, True])
-def test_attention_is_compared_for_all_values(every_block: bool) -> None:
-    pytest.importorskip("triton", reason="no triton here (the dev extra has it on Linux)")
-    from benchmarks.gpu_first.kernels import BLOCKS, DTYPES, HEAD_SIZES, WINDOWS, attention_cases
-
-    cases = [case for case, _ in attention_cases(every_block=every_block)]
-    assert {case.dim for case in cases} == {*HEAD_SIZES} == {64, 80, 96, 112, 128, 192, 256}
-    assert {case.block_size for case in cases} == {*BLOCKS} == {8, 16, 32, 64, 128, 256}
-    assert {case.heads // case.kv_heads for case in cases} == {*range(1, 9)}
-    assert {case.window for case in cases} >= {*WINDOWS}
-    assert {dtype for _, dtype in attention_cases(every_block=every_block)} == {*DTYPES}
-    assert max(max(case.contexts) for case in cases) > 4096
 
 
 @pytest.mark.slow

@@ -1,16 +1,13 @@
 """The programs of benchmarks/ as a user runs them, on toy models: options, figures of the last line, nulls, pages."""
 
 import json
-import os
 import runpy
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from baton.engine.kernels.cpu.compiler import load_library
 from benchmarks import thinking
@@ -59,21 +56,28 @@ def test_help(program: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert "--quick" in capsys.readouterr().out, "as `make bench` gives it"
 
 
-@slow
-@program_run
-def test_choose_has_a_figure_for_each_policy() -> None:
-    _, last = run("choose", "--quick", "--workers", "100", "--blocks", "3000")
-    assert min(last["ratios"].values()) > 0
-    assert {name.split(",")[0] for name in last["ratios"]} == {*POLICIES, "naming", "report"}
+TINY = ("--tiny", "--rounds", "1")
+RUNS: dict[str, tuple[tuple[str, ...], int]] = {  # options, and how many ratios are measured without other engines
+    "choose": (("--quick", "--workers", "100", "--blocks", "3000"), len(POLICIES) + 2),
+    "quantized": (TINY, 8),
+    "kv_int8": (TINY, 5),
+    "determinism": ((*TINY, "--requests", "16", "--answer", "8"), 3),
+    "engine": (("--quick", *TINY, "--threads", "1", "--sizes", "L", "--points", "P512,B1@128", "--peers", "none"), 2),
+    "transfer": (("--quick", "--tiny", "--rounds", "2", "--sizes", "1,64", "--prompts", "512,2048"), 5),
+}
+FOLDERS = {"choose": (), "engine": ("--out", "--cache"), "transfer": ("--out", "--cache")}  # others have `--cache`
 
 
 @slow
 @program_run
-def test_quantized_has_a_figure_for_each_point(tmp_path: Path) -> None:
-    text, last = run("quantized", "--tiny", "--rounds", "1", "--cache", str(tmp_path))
-    assert min(last["ratios"].values()) > 0
-    assert len(last["ratios"]) == 8
-    assert "level " in text
+@pytest.mark.parametrize("program", RUNS)
+def test_a_program_measures_what_it_says(program: str, tmp_path: Path) -> None:
+    options, least = RUNS[program]
+    folders = [part for name in FOLDERS.get(program, ("--cache",)) for part in (name, str(tmp_path / name[2:]))]
+    text, last = run(program, *options, *folders)
+    assert len(measured(last["ratios"])) >= least, last["ratios"]
+    assert min(value for value in last["ratios"].values() if value is not None) >= 0
+    assert program not in {"engine", "transfer"} or "the figures mean nothing" in text, "of a toy model"
 
 
 @slow
@@ -91,36 +95,6 @@ def test_quantized_judges_the_quality() -> None:
 
 @slow
 @program_run
-def test_kv_int8_has_all_figures(tmp_path: Path) -> None:
-    _, last = run("kv_int8", "--tiny", "--rounds", "1", "--cache", str(tmp_path))
-    ratios = last["ratios"]
-    assert ratios["bytes moved for 300 tokens"] == ratios["bytes of a token in the cache"] < 0.6
-    assert len(ratios) == 5
-    assert min(last["figures"].values()) >= 196
-
-
-@slow
-@program_run
-def test_determinism_has_all_figures(tmp_path: Path) -> None:
-    trace = tmp_path / "trace.csv"
-    rows = [f"2023-11-16 18:15:46.68,{prompt},{10 + prompt % 7}\n" for prompt in range(20, 60)]
-    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(rows))
-    options = ["--tiny", "--requests", "16", "--rounds", "1", "--answer", "8", "--cache", str(tmp_path)]
-    text, last = run("determinism", *options, "--trace", str(trace))
-    ratios, figures = last["ratios"], last["figures"]
-    assert min(ratios[f"throughput_{share}"] for share in (10, 50, 100)) > 0
-    assert set(ratios) - measured(ratios) <= {"control_diverged", "ttft_p99_ratio_100"}
-    for key in ("fixed shape", "one at a time", "100% deterministic, verify passes, all wait", "sweep: 100%, 2 x 32"):
-        assert figures[key] > 0
-    exact = "No decode step is exact here" not in text
-    for prefix in ("", "azure: "):
-        assert (f"{prefix}100% deterministic" in figures) == exact
-        assert figures[f"{prefix}0% deterministic"] == 1.0
-        assert figures[f"{prefix}100% deterministic, verify passes"] > 0
-
-
-@slow
-@program_run
 def test_determinism_measures_levels_and_compares_them(tmp_path: Path) -> None:
     compiled_or_skip(lambda: load_library("bf16"))
     options = ["--tiny", "--requests", "2", "--rounds", "1", "--prompt", "8", "--answer", "4", "--cache", str(tmp_path)]
@@ -128,35 +102,6 @@ def test_determinism_measures_levels_and_compares_them(tmp_path: Path) -> None:
     assert set(last["figures"]) == {"avx2, bfloat16", "avx2, int8"}
     _, last = run("determinism", "--level", "avx2,avx512", "--agreement", "2")
     assert all(name.endswith(": avx2 = avx512") for name in last["figures"])
-
-
-ENGINE = ("--quick", "--tiny", "--threads", "1", "--rounds", "1")
-ENGINE_LIMITS = {"decode_vs_bandwidth_1b", "prefill_vs_gemm_1b", "overhead_share_125m_b16"}
-ENGINE_PEERS = {"vs_transformers_min", *(f"vs_best_peer_{size}_min" for size in ("125m", "1b", "15m"))}
-
-
-@slow
-@program_run
-def test_engine_has_all_figures_and_puts_runs_of_a_size_each_together(tmp_path: Path) -> None:
-    """For `M`, transformers is measured too if it is installed."""
-    points = {"L": ("P512", "B1@128"), "M": ("B16@128",)}
-    parts = []
-    for size, peers in (("L", ("--peers", "none")), ("M", ())):
-        options = ("--sizes", size, "--points", ",".join(points[size]), *peers)
-        text, last = run("engine", *ENGINE, *options, out=tmp_path / size)
-        assert "the figures mean nothing" in text, "of a toy model"
-        parts.append(last["ratios"])
-    files = [tmp_path / size / "out" / "engine.json" for size in points]
-    alone = [json.loads(file.read_text()) for file in files]
-    seen = {(one["engine"], one["point"]) for one in alone[0]["results"]}
-    assert seen == {(engine, point) for engine in ("baton", "limit") for point in points["L"]}
-    text, last = run("engine", *ENGINE, "--merge", *map(str, files), out=tmp_path)
-    compared = {"vs_transformers_min"} if find_spec("transformers") else set()
-    assert set(last["ratios"]) == ENGINE_LIMITS | ENGINE_PEERS
-    assert measured(last["ratios"]) == ENGINE_LIMITS | compared
-    assert all(last["ratios"][key] > 0 for key in ENGINE_LIMITS)
-    assert all(last["ratios"][key] == value for part in parts for key, value in part.items() if value is not None)
-    assert all(one["facts"]["command"] in text for one in alone)
 
 
 @slow
@@ -173,39 +118,6 @@ def test_thinking_has_all_figures(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert 0 < ratios["rounds_per_chunk_fast"] <= ratios["rounds_per_chunk"] < 1
     assert ratios["fast_prefill_speedup"] > 0
     assert ratios["equal_fast"] == ratios["equal_auto"] == 2
-
-
-TRANSFER = ("--quick", "--tiny", "--rounds", "2")
-TRANSFER_KEYS = {
-    *("gloo_vs_raw_64mb", "shm_vs_memcpy_64mb", "nixl_vs_raw_64mb", "small_handoff_ms_over_raw"),
-    *("exposed_share_512", "exposed_share_2048", "prefill_slowdown"),
-}
-LACKING = {"nixl_vs_raw_64mb"} if find_spec("nixl") is None else set[str]()
-LACKING |= {"prefill_slowdown"} if len(os.sched_getaffinity(0)) < 2 else set()
-
-
-@slow
-@program_run
-def test_transfer_has_all_figures(tmp_path: Path) -> None:
-    text, last = run("transfer", *TRANSFER, "--sizes", "1,64", "--prompts", "512,2048", out=tmp_path)
-    assert measured(last["ratios"]) == TRANSFER_KEYS - LACKING
-    assert min(last["ratios"]["gloo_vs_raw_64mb"], last["ratios"]["shm_vs_memcpy_64mb"]) > 0
-    assert "the figures mean nothing" in text
-    raw = json.loads((tmp_path / "out" / "transfer.json").read_text())
-    assert {result["streams"] for result in raw["results"] if "tokens" in result} == {True, False}
-    timeline = (tmp_path / "out" / "transfer-timeline.txt").read_text().splitlines()
-    times = [[float(cell) for cell in line.split("|")[4:7]] for line in timeline[2:]]
-    assert times
-    assert all(ready <= sent <= landed for ready, sent, landed in times), times
-
-
-@slow
-@program_run
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_transfer_gives_null_and_a_reason_without_a_gpu(tmp_path: Path) -> None:
-    text, last = run("transfer", *TRANSFER, "--sizes", "1", "--gpu", out=tmp_path)
-    assert (set(last["ratios"]), measured(last["ratios"])) == (TRANSFER_KEYS, set())
-    assert "- not measured: cuda_ipc, Baton: " in text
 
 
 def test_a_program_ends_with_its_figures_and_fills_its_section(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -1,6 +1,5 @@
 """The soak's plan, and its checker, which finds each planted fault and nothing in a right run."""
 
-import json
 import math
 import os
 import subprocess
@@ -10,12 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import soak
-from benchmarks.faults.check import THOUGHTS, Answer, Part, Record, Window, check, effect, leaks
+from benchmarks.faults.check import THOUGHTS, Answer, Part, Record, check, leaks
 from benchmarks.faults.home import NAME, Field
 from benchmarks.faults.plan import KINDS, plan
 from benchmarks.faults.strikes import STRIKES
-from benchmarks.faults.table import append, read, summary, table
 
 RIGHT = Answer((7, 8, 9, 10), "abcd", "length")
 IDLE = {"total": 4, "free": 4, "reserved": 0, "owned": 0, "cached": 0, "quarantined": 0}
@@ -108,40 +105,3 @@ def test_processes_files_and_segments_that_are_left_are_found(tmp_path, monkeypa
         assert process.wait() == -9
     assert (left["files"], left["segments"]) == (["state.json"], ["segment"])
     assert [name.split(":")[0] for name in left["processes"]] == [str(process.pid)]
-
-
-def test_an_effect_counts_touched_requests_and_their_waits():
-    window = Window("kill-decode", "decode-0", 2.0, 6.0, 7.0)
-    records = [
-        record(0),  # waits from 1.0 to 5.0
-        record(1, began=8.0),
-        record(2, Part(2.5, 0, 0, (7,), "a"), end="WorkerLost", began=2.5),
-        record(3, ended=2.0),
-    ]
-    found = effect(window, records, check(records))
-    assert (found["touched"], found["recovered"], found["errors"]) == (2, 1, {"WorkerLost": 1})
-    assert (found["next_token_s"], found["stall_s"], found["healthy_s"]) == ([3.0], 4.0, 5.0)
-
-
-def test_pieces_add_up(tmp_path):
-    fault = effect(Window("drain", "decode-0", 2.0, 6.0, 7.0), [record()], [])
-    piece = {"control": False, "requests": 5, "findings": {"wrong": 1}, "leaked_blocks": 2, "broken_histories": 0}
-    piece |= {"left": {"files": ["x"]}, "faults": [fault]}
-    lost = piece | {"control": True, "faults": [fault | {"recovered": 0}]}
-    for one in (piece, piece, lost):
-        append(tmp_path / "results.jsonl", one)
-    figures = summary(read(tmp_path / "results.jsonl"))
-    assert (figures["requests"], figures["faults"], figures["wrong"], figures["leaked_blocks"]) == (10, 2, 2, 4)
-    assert (figures["left"], figures["recovery_p99_s"], figures["control_lost"]) == (2, 3.0, 1)
-    assert "| drain | 2 " in " ".join(table([piece, piece]).split())
-
-
-def test_a_finished_piece_is_skipped(tmp_path, capsys, monkeypatch):
-    started = []
-    monkeypatch.setattr(soak, "run_isolated", lambda options, number, arguments: started.append(number))
-    piece = {"piece": 1, "of": 3, "seed": 1, "control": False, "ray": False, "requests": 1, "findings": {}}
-    piece |= {"model": "oracle", "seconds": 9, "ends": {"whole": 1}}
-    append(tmp_path / "results.jsonl", piece | {"faults": [], "leaked_blocks": 0, "left": {}, "broken_histories": 0})
-    assert soak.main(["--out", str(tmp_path), "--of", "3"]) == 0
-    assert started == [0, 2]
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["requests"] == 1

@@ -1,7 +1,6 @@
 """The load generators count complete streams and raise an error for any other."""
 
 import asyncio
-import random
 
 import grpc
 import pytest
@@ -38,7 +37,6 @@ class Server(Scripted):
 
 
 PROMPT, SAMPLING = common_pb2.TokenIds(ids=range(4)), common_pb2.Sampling(max_tokens=8)
-LONG = common_pb2.TokenIds(ids=random.Random(1).choices(range(2**31), k=3000))  # 15 KB
 
 
 async def load(server, *, prompt=PROMPT, streams=3, connections=2, seconds=0.0):
@@ -56,20 +54,6 @@ async def test_whole_streams_are_counted_and_followed_by_others_while_time_is_le
     assert passed.seconds >= 0.2
     assert passed.cpu_s > 0
     assert all(asked.token_ids == PROMPT for asked in server.requests)
-
-
-@pytest.mark.parametrize(
-    ("text", "options"),
-    [
-        ("x" * 40_000, {}),  # a frame has at most 16384 bytes
-        ("x", {"prompt": LONG, "streams": 30, "connections": 1}),  # the server's first window is 64 KB
-    ],
-    ids=["answers of many frames", "requests wait for the server's window"],
-)
-async def test_streams_of_any_size_are_complete(text, options):
-    passed = await load(Server(text=text), **options)
-    assert passed.requests == options.get("streams", 3)
-    assert passed.tokens == 8 * passed.requests
 
 
 BROKEN = {

@@ -26,6 +26,7 @@ from baton.errors import RankLost
 from baton.tokenizer import load_tokenizer
 from baton.worker.engine_factory import generate
 from tests.support.engines import hand_over, ids, key_of, run, spec_of
+from tests.support.time_factor import scaled
 from tests.unit.tp.support import GQA, LATENT, poisoned, put, whole, wire_of
 
 GPUS = torch.cuda.device_count()
@@ -145,7 +146,7 @@ def test_a_rank_killed_in_a_step_ends_the_process_that_waits_for_its_gpu(steps: 
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=DEMO.parents[1]) as process:
         assert process.stdout is not None
         os.kill(int(process.stdout.readline()), signal.SIGKILL)
-        assert process.wait(60) == 1
+        assert process.wait(scaled(60)) == 1
 
 
 @two_gpus
