@@ -122,6 +122,7 @@ async def test_a_server_is_left_when_it_cannot_be_asked():
         await made(fake)
 
 
+@pytest.mark.slow  # imports matplotlib
 def test_each_file_is_tried_and_what_fails_is_named(tmp_path: Path, capsys):
     load, picture = Load.read(BenchPlan(prompt_tokens="8", max_tokens="4", requests=2)), tmp_path / "p.svg"
     with pytest.raises(ConfigError, match=r"^--out: cannot write /dev/full: No space left on device$"):

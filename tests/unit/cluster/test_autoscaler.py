@@ -330,7 +330,7 @@ def kept(done):
     return sum(good) / len(good)
 
 
-@pytest.mark.parametrize("case", range(5))
+@pytest.mark.parametrize("case", range(2))
 def test_the_slo_is_kept_soon_after_the_load_has_changed(case, seed):
     run = cluster(seed + case)
     sizes = []
@@ -347,7 +347,7 @@ def test_the_slo_is_kept_soon_after_the_load_has_changed(case, seed):
     assert all(1 <= size <= 4 for _, plan in run.plans for size in (plan.prefill, plan.decode))
 
 
-@pytest.mark.parametrize("period_s", [4, 10, 60])
+@pytest.mark.parametrize("period_s", [4, 60])
 def test_a_load_that_swings_does_not_make_it_flap(period_s, seed):
     run = cluster(seed)
     for turn in range(600 // period_s):

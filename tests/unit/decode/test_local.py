@@ -49,16 +49,6 @@ def test_only_what_was_reserved_is_computed(side, router, state):
     assert side.all_free
 
 
-@pytest.mark.parametrize("steps", [0, 1, 3])
-@pytest.mark.parametrize("how", ["release", "gone"])
-def test_it_can_be_given_up_at_any_time(side, router, steps, how):
-    side.take(router, reserve(), prefill(to=None))
-    side.step(steps)
-    side.give_up(router, how)
-    side.run()
-    assert (side.all_free, router.handoffs) == (True, set())
-
-
 def test_what_can_never_be_computed_changes_nothing_and_its_deadline_still_counts(side, router):
     foreign = replace(spec_of(), prompt=(*spec_of().prompt[:-1], 10**6))
     side.take(router, reserve(deadline_s=5.0), prefill(spec=foreign, to=None))

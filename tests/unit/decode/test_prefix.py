@@ -3,11 +3,9 @@
 import pytest
 import torch
 
-from baton.core import HandoffId, SequenceSpec
 from baton.errors import OfferRefused
-from baton.rpc.v1 import worker_pb2 as pb
 from kvtransfer.handoff import PushJob
-from tests.support.sessions import BLOCK, GREEDY, H, P, expected, names_of, release, reserve, spec_of
+from tests.support.sessions import BLOCK, H, P, expected, names_of, release, reserve, spec_of
 from tests.support.workers import Pair
 
 SPEC = spec_of()  # 9 tokens: two full blocks, and the last position
@@ -46,42 +44,6 @@ def test_only_the_rest_comes_and_the_tokens_are_the_same(router, size):
     for block, kept in before.items():
         assert torch.equal(pair.decode.engine.kv.k[:, block].view(torch.int32), kept), "it was written"
     pair.ends_free()
-
-
-def test_what_one_handoff_fills_the_next_one_finds(pair, router):
-    """In a conversation, the next prompt is the first prompt with its answer and some new tokens."""
-    answer = expected(SPEC)
-    turn = SequenceSpec((*SPEC.prompt, *answer, 7, 7), GREEDY)
-    pair.hand_over(router, H, turn)
-    pair.decode.run()
-    assert router.cached_at(H) == (len(SPEC.prompt) + len(answer) - 1) // BLOCK * BLOCK
-    assert router.ids()[1:] == expected(turn)
-    pair.ends_free()
-
-
-def test_two_handoffs_share_what_is_here(pair, router):
-    other = HandoffId("other", 1)
-    for handoff in (H, other):
-        pair.hand_over(router, handoff, SPEC)
-    assert pair.decode.counts.owned == 2 == len(pair.cached())
-    assert pair.decode.counts.reserved == 2, "each has a block of its own, for the rest and what comes"
-    pair.decode.take(router, release(H))
-    assert pair.decode.counts.owned == 2
-    pair.decode.run()
-    assert router.ids(other)[1:] == expected(SPEC)
-    pair.ends_free()
-
-
-def test_a_reservation_without_room_pins_nothing_and_there_is_room_later(router):
-    pair, other = Pair(decode_blocks=8).warm(), HandoffId("other", 1)
-    pair.decode.take(router, reserve(other, known=11))
-    before, blocks = pair.decode.counts, pair.cached()
-    assert (before.reserved, len(blocks)) == (3, 2)
-    pair.decode.take(router, reserve(known=31, prefix=NAMES))
-    assert router.refusals == [pb.REFUSAL_REASON_NO_ROOM]
-    assert (pair.decode.counts, pair.cached()) == (before, blocks)
-    pair.decode.take(router, release(other), reserve(known=31, prefix=NAMES))
-    assert router.kinds(H) == ["refused", "reserved"]
 
 
 @pytest.fixture

@@ -213,6 +213,7 @@ def composed(inner):
 
 
 @given(st.recursive(scalars, composed, max_leaves=5), st.integers(0, 2**32), st.sampled_from([0.0, 1.0]))
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 def test_answers_to_random_schemas_parse_and_are_valid(schema, seed, temperature):
     spec = spec_of(Constraint("json_schema", (json.dumps(schema),)), seed=seed, temperature=temperature, max_tokens=900)

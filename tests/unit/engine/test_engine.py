@@ -11,7 +11,7 @@ from baton.engine.block_pool import BlockState, Reservation
 from baton.errors import EngineFault, InvalidRequest
 from baton.tokenizer import ORACLE_EOS
 from baton.worker.engine_factory import generate
-from tests.support.engines import Faulty, Streams, engine_of, ids, key_of, numbers, reserved, run, spec_of
+from tests.support.engines import Faulty, Streams, engine_of, ids, key_of, numbers, reserved, spec_of
 
 
 def mixed_spec(rng, stems):
@@ -49,21 +49,6 @@ def solo(backend):
     assert all(ids(alone.tokens) == backend.expected(spec) for spec, alone in found.values())
     assert {alone.finish.reason for _, alone in found.values()} == set(FinishReason), "the mix is too tame"
     return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("total_blocks", "budget", "max_running"),
-    [(400, 2048, 64), (400, 7, 64), (64, 16, 5), (24, 2048, 64), (18, 1, 3), (18, 33, 64), (20, 5, 64)],
-)
-def test_concurrent_mixed_requests_each_equal_their_solo_run(backend, solo, total_blocks, budget, max_running):
-    engine = engine_of(backend, total_blocks, max_batched_tokens=budget, max_running=max_running)
-    found = run(engine, {key: spec for key, (spec, _) in solo.items()})
-    for key, (_, alone) in solo.items():
-        assert (found.tokens[key], found.finishes[key]) == (alone.tokens, alone.finish)
-        assert "".join(token.text for token in alone.tokens) + alone.finish.tail == alone.text
-    assert engine.pool.available == total_blocks
-    assert (engine.counters.preemptions > 0) == (total_blocks <= 24 and max_running > 3)
 
 
 @pytest.mark.parametrize("number", range(6))

@@ -7,13 +7,11 @@ test sets it so.
 import asyncio
 import itertools
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from baton.core import Incarnation, WorkerRef
 from baton.errors import LedgerError
@@ -36,8 +34,9 @@ def test_a_change_out_of_order_is_not_applied():
     assert prefixes.apply(Change(A, 1, added=NAMES))  # known already
     assert holders(prefixes, NAMES) == {A: 1}
     assert prefixes.apply(Change(A, 2, added=NAMES[1:2]))
+    assert prefixes.apply(Change(B, 1, reset=True, added=NAMES[:1]))
     assert prefixes.apply(Change(A, 3, added=NAMES[2:3], removed=NAMES[:1]))
-    assert holders(prefixes, NAMES) == {}
+    assert holders(prefixes, NAMES) == {B: 1}
     assert holders(prefixes, NAMES[1:]) == {A: 2}
 
 
@@ -66,87 +65,6 @@ def test_a_slot_is_given_again_and_that_is_told():
     prefixes.apply(Change(B, 1, reset=True, added=NAMES[:1]))
     assert prefixes.slot(B) == slot
     assert prefixes.generation == told + 2
-
-
-class Directory(RuleBasedStateMachine):
-    """Two writers, a store whose stream drops changes, and a reader that is sometimes late."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.holders = {"prefill-0": A, "decode-0": B}
-        self.history: dict[tuple[Holder, int], set[bytes]] = {}  # blocks of each holder after each change
-        self.stored: dict[str, tuple[Holder, int]] = {}
-        self.unread: list[Change] = []
-        self.reader = PrefixIndex()
-
-    workers = st.sampled_from(["prefill-0", "decode-0"])
-    some = st.sets(st.sampled_from(NAMES))
-    events = st.integers(1, 4)
-
-    @rule(worker=workers, added=some, removed=some)
-    def change(self, worker: str, added: set[bytes], removed: set[bytes]) -> None:
-        holder = self.holders[worker]
-        last = max((seq for one, seq in self.history if one == holder), default=0)
-        reset = self.stored.get(worker) != (holder, last)
-        names, lost = (set(), set()) if reset else (self.history[holder, last], removed - added)
-        self.stored[worker] = holder, last + 1
-        self.history[holder, last + 1] = names - lost | added
-        self.unread.append(Change(holder, last + 1, reset=reset, added=added, removed=lost))
-
-    @rule(worker=workers)
-    def restart(self, worker: str) -> None:
-        last = self.holders[worker].incarnation
-        self.holders[worker] = Holder(worker, replace(last, counter=last.counter + 10))
-
-    @rule()
-    def forget_everything(self) -> None:
-        self.stored.clear()
-        self.unread.clear()
-
-    @rule(events=events)
-    def miss(self, events: int) -> None:
-        del self.unread[:events]
-
-    @rule(events=events)
-    def follow(self, events: int) -> None:
-        for change in self.unread[:events]:
-            if not self.reader.apply(change):
-                self.read(change.holder.worker_id)
-        del self.unread[:events]
-
-    def read(self, worker_id: str) -> None:
-        if worker_id in self.stored:
-            holder, seq = self.stored[worker_id]
-            self.reader.apply(Change(holder, seq, reset=True, added=self.history[holder, seq]))
-
-    @rule()
-    def compare(self) -> None:
-        for holder in self.reader.behind(dict(self.stored.values())):
-            self.read(holder.worker_id)
-        held = {holder: names for holder, (_, names) in self.reader._held.items()}
-        assert held == {holder: self.history[holder, seq] for holder, seq in self.stored.values()}
-
-    @invariant()
-    def never_wrong_for_its_change(self) -> None:
-        for holder, (seq, names) in self.reader._held.items():
-            assert names == self.history[holder, seq]
-
-    @invariant()
-    def each_name_knows_who_has_it(self) -> None:
-        slots = {holder: self.reader.slot(holder) for holder in self.reader._held}
-        assert 0 not in slots.values()
-        assert len(set(slots.values())) == len(slots)
-        given = sorted([*slots.values(), *self.reader._vacant])
-        assert given == list(range(1, len(given) + 1))
-        bits: dict[bytes, int] = {}
-        for holder, (_, names) in self.reader._held.items():
-            for name in names:
-                bits[name] = bits.get(name, 0) | 1 << slots[holder]
-        assert self.reader._bits == bits
-
-
-TestDirectory = Directory.TestCase
-TestDirectory.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
 @given(
@@ -329,43 +247,3 @@ async def test_note_from_many_threads(log, stub):
     await asyncio.gather(*(asyncio.to_thread(work, thread) for thread in range(4)))
     await log.flush()
     assert stub.names == {name(1000 * t + n) for t in range(1, 5) for n in range(150, 200)}
-
-
-NUMBERS = st.lists(st.integers(0, 7), max_size=5)
-TROUBLES = st.sampled_from(["lost before", "lost after", "wipe", "expire", "run", "flush"])
-STEPS = st.lists(st.one_of(st.tuples(NUMBERS, NUMBERS), TROUBLES), max_size=40)
-
-
-@given(STEPS, st.integers(1, 4))
-def test_after_any_trouble_the_store_has_the_set(steps, batch):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefix_directory, "BATCH", batch)
-        asyncio.run(trouble(steps))
-
-
-async def trouble(steps: list[Any]) -> None:
-    stub = Store()
-    ledger = Ledger(stub, 1.0, FakeClock())  # type: ignore[arg-type]
-    ledger._saw(1)
-    log = PrefixPublisher(ledger, OWNER)
-    held: set[int] = set()
-    for step in steps:
-        match step:
-            case "lost before" | "lost after":
-                stub.lose_next.append(step == "lost after")
-            case "wipe":
-                stub.wipe()
-                ledger._saw(ledger._epoch + 1)
-            case "expire":
-                stub.wipe()
-            case "run":
-                await asyncio.sleep(0)
-            case "flush":
-                await log.flush()
-            case (added, removed):
-                log.note(list(map(digest, added)), list(map(digest, removed)))
-                held = held - set(removed) | set(added)
-    log._refresh()  # as the periodic refresh, which detects an expired key
-    await log.flush()
-    assert stub.names == {name(n) for n in held}
-    await log.close()

@@ -6,75 +6,11 @@ from collections.abc import Callable
 from contextlib import asynccontextmanager
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from baton.errors import DeadlineExceeded, NoWorker, Overloaded
 from router.admission.admission import OVERTAKES, Ticket, ticket_for
 from tests.simulation.clock import START, LoopClock
-from tests.unit.router.fakes import Gate, in_virtual_time, turns, virtual
-
-
-class Line:
-    """An admission and a model of it: the head goes first. Newcomers wait unless they are the head and fit."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self.rng, self.gate = rng, Gate(10, by_tokens=True)
-        self.waiting: dict[int, int] = {}  # tokens by ticket
-        self.held: dict[int, int] = {}
-        self.tasks: dict[int, asyncio.Task[int]] = {}
-
-    async def act(self, number):
-        act = self.rng.choice(["newcomer", "comes back", "ends", "gives up", "serve"])
-        if act == "newcomer":
-            await self.enter(number)
-        elif act == "comes back" and self.held:
-            await self.enter(self.take_back())
-        elif act == "ends" and self.held:
-            self.take_back()
-        elif act == "gives up" and self.waiting:
-            ticket = self.rng.choice(sorted(self.waiting))
-            del self.waiting[ticket]
-            self.tasks[ticket].cancel()
-            await self.served()
-        elif act == "serve":
-            self.gate.admission.changed()
-            await self.served()
-        assert self.gate.admission.waiting == len(self.waiting)
-        assert self.gate.room + sum(self.held.values()) == 10
-
-    def take_back(self) -> int:
-        """End a request without notifying the admission."""
-        ticket = self.rng.choice(sorted(self.held))
-        self.gate.room += self.held.pop(ticket)
-        return ticket
-
-    async def enter(self, ticket):
-        tokens, free = self.rng.randint(1, 10), self.gate.room
-        first = not self.waiting or ticket < min(self.waiting)
-        entering = self.gate.admission.admit(ticket_for(ticket, 0), tokens, returning=True)
-        self.tasks[ticket] = asyncio.create_task(entering)
-        await turns()
-        assert self.tasks[ticket].done() == (first and tokens <= free)
-        (self.held if self.tasks[ticket].done() else self.waiting)[ticket] = tokens
-
-    async def served(self):
-        await turns()
-        while self.waiting and self.tasks[min(self.waiting)].done():
-            ticket = min(self.waiting)
-            assert self.tasks[ticket].result() == self.waiting[ticket]
-            self.held[ticket] = self.waiting.pop(ticket)
-        assert not any(self.tasks[ticket].done() for ticket in self.waiting)
-        assert not self.waiting or self.waiting[min(self.waiting)] > self.gate.room
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.randoms(use_true_random=False))
-@virtual
-async def test_the_head_goes_first(rng):
-    line = Line(rng)
-    for number in range(40):
-        await line.act(number)
+from tests.unit.router.fakes import Gate, in_virtual_time, virtual
 
 
 async def test_the_urgent_overtake_only_so_many_arrivals(make):

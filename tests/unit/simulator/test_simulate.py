@@ -24,7 +24,6 @@ from baton.planner.sim.scenario import (
     Scenario,
     Slo,
     Slow,
-    SlowLink,
     line,
 )
 from tests.unit.simulator.scenes import AT_ONCE, COST, DECODING, NO_OVERHEADS, PATIENT, colocated, poisson, scene
@@ -32,6 +31,7 @@ from tests.unit.simulator.scenes import AT_ONCE, COST, DECODING, NO_OVERHEADS, P
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", [0.3, 0.8])
 def test_prompts_wait_as_in_an_m_d_1_queue(load):
     service_s = 0.01  # a step computes one prompt
@@ -133,15 +133,7 @@ def test_workers_that_die_cost_time_and_no_request(mode):
     assert report.e2e.p99 > calm.e2e.p99
 
 
-def test_a_slow_link_and_a_slow_worker_show():
-    arrivals = list(poisson(200, 20.0))
-    calm = simulate(scene(), arrivals)
-    link = simulate(scene(faults=(SlowLink(0.0, 100.0, "", 0.01),)), arrivals)
-    slow = simulate(scene(faults=(Slow(0.0, 100.0, "decode-0", 5.0), Slow(0.0, 100.0, "decode-1", 5.0))), arrivals)
-    assert link.transfer.p50 > 20 * calm.transfer.p50
-    assert slow.itl.p50 > 4 * calm.itl.p50
-
-
+@pytest.mark.slow
 def test_long_prompts_are_felt_by_those_who_decode_beside_them():
     arrivals = sorted(
         [*poisson(200, 10.0, prompt=64, answer=200), *poisson(300, 20.0, prompt=1500, answer=4, seed=2)],
@@ -163,26 +155,6 @@ def test_who_computes_a_long_prompt_is_known_to_be_busy():
     assert report.ttft.p95 < 1.0
 
 
-def test_policies_differ():
-    draw, arrivals = Random(3), []
-    for number in range(600):
-        head = draw.randrange(20)
-        arrivals.append(Arrival(number * 0.02, 1100, 8, blocks=(head, head + 100), block_tokens=512))
-    reports = {
-        policy: simulate(scene(4, 4, router=replace(PATIENT, policy=policy), pool={"kv_blocks": 700}), arrivals)
-        for policy in ("prefix", "predicted", "round_robin")
-    }
-    cached = {policy: report.prefill.cached_tokens for policy, report in reports.items()}
-    assert cached["prefix"] > 1.5 * cached["round_robin"]
-    assert reports["prefix"].ttft.mean < reports["round_robin"].ttft.mean
-    assert reports["prefix"].moved_bytes < reports["round_robin"].moved_bytes
-    for report in reports.values():
-        assert report.completed == 600
-        assert report.prefill.prompt_tokens + report.prefill.cached_tokens == 600 * 1100, "each once"
-    off = simulate(scene(4, 4, pool={"prefix_cache": False}), arrivals)
-    assert off.prefill.cached_tokens == 0
-
-
 def test_what_never_fits_is_refused_what_just_fits_is_served_and_rows_without_a_block_are_preempted():
     arrivals = [Arrival(0.0, 1000, 601), Arrival(0.0, 1000, 600), Arrival(0.1, 1000, 600)]
     report = simulate(scene(1, 1, pool={"kv_blocks": 100}), arrivals)
@@ -190,15 +162,6 @@ def test_what_never_fits_is_refused_what_just_fits_is_served_and_rows_without_a_
     report = simulate(scene(2, 1, pool={"kv_blocks": 80}), poisson(200, 20.0, prompt=100, answer=200))
     assert report.recoveries["preempted"] == report.decode.preemptions > 0
     assert (report.completed, report.decode.kv_used_peak <= 1.0) == (200, True)
-
-
-def test_steps_that_cost_nothing_and_links_without_bounds():
-    of = Scenario(Pool(1, COST), Pool(1), network=AT_ONCE, overheads=NO_OVERHEADS, router=PATIENT)
-    report = simulate(of, poisson(100, 20.0))
-    assert report.ttft.max < 0.03  # blocks are reserved between two steps
-    assert report.itl.p50 > 0.010
-    nothing = simulate(Scenario(Pool(1), Pool(1), network=AT_ONCE, overheads=NO_OVERHEADS), poisson(100, 20.0))
-    assert nothing.e2e.max == 0.0
 
 
 def test_a_cost_in_pieces_and_noise():

@@ -152,16 +152,3 @@ def test_a_prompt_that_is_not_computed_yet_is_given_back(pair, router):
     ends_free(pair.decode)
     pair.end_pushes()
     ends_free(pair.prefill)
-
-
-def test_what_is_computed_is_handed_over(pair, router):
-    pair.begin(router)
-    pair.prefill.run()
-    pair.prefill.role.leave()
-    assert router.kinds()[-1] == "tokens"
-    pair.advance()
-    pair.prefill.run()
-    pair.decode.run()
-    assert "pushed" in router.kinds()
-    assert router.kinds()[-1] == "finish"
-    ends_free(pair.prefill)
