@@ -25,13 +25,13 @@ class WheelHook(BuildHookInterface[Any]):
         if not asked or version == "editable":
             return
         sys.path.insert(0, self.root)
-        from baton.engine.kernels.cpu.compiler import LEVELS, PACKAGED, compile_portable
+        from baton.engine.kernels.cpu.compiler import PACKAGED, X86_LEVELS, compile_portable
 
         root = Path(self.root)
         built = root / "build" / "kernels"
         files = {
             library: PACKAGED.relative_to(root) / library.name
-            for level in (LEVELS if asked == "all" else asked.split(","))
+            for level in (X86_LEVELS if asked == "all" else asked.split(","))
             for library in compile_portable(built, level)
         }
         files |= {root / name: Path("baton/shipped") / name for name in SHIPPED}

@@ -279,7 +279,7 @@ def _kernels() -> Finding:
     except ConfigError as wrong:
         return Finding("cpu kernels", BAD, str(wrong), f"unset {LEVEL_VARIABLE}")
     except Unavailable as why:
-        remedy = "gcc and a processor with AVX2" if cpu_level() == "native" else f"unset {LEVEL_VARIABLE}"
+        remedy = "gcc, and AVX2 or NEON with dot product" if cpu_level() == "native" else f"unset {LEVEL_VARIABLE}"
         return Finding("cpu kernels", WARN, f"torch's, which are slower: {why}", remedy)
     elements = ", ".join(kernels.element for kernels in made)
     origin = "in the wheel" if Path(made[0].library._name).parent == PACKAGED else "on this machine"

@@ -2,7 +2,7 @@
 
 base                                 the protocols that model files are written against
 torch_reference, torch_attention     plain torch, for any device and dtype
-cpu/                                 C kernels for AVX2 and AVX-512
+cpu/                                 C kernels for AVX2, AVX-512 and NEON
 gpu/                                 Triton and FlashAttention for NVIDIA GPUs
 select                               the choice of a set
 """

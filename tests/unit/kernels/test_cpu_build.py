@@ -66,7 +66,7 @@ def test_the_level_none_makes_every_processor_one_without_kernels(monkeypatch, t
 @pytest.mark.parametrize("value", ["avx9", "NONE", " none", "0"])
 def test_a_level_that_is_not_known_is_refused_by_name(monkeypatch, tmp_path, value):
     monkeypatch.setenv("BATON_CPU_LEVEL", value)
-    allowed = "native, none, avx2, avx-vnni, avx512, avx512-vnni, avx512-bf16"
+    allowed = "native, none, neon, avx2, avx-vnni, avx512, avx512-vnni, avx512-bf16"
     with pytest.raises(ConfigError, match=rf"BATON_CPU_LEVEL \(environment\): must be one of {allowed}, got '{value}'"):
         load_library("f32", tmp_path)
 
@@ -96,6 +96,26 @@ def test_the_best_level_is_chosen_and_a_lower_one_can_be_forced(monkeypatch, fla
             assert compiler.chosen_level() == level
             continue
         with pytest.raises(Unavailable, match=r"Some CPU.* has no avx512"):
+            compiler.chosen_level()
+
+
+@pytest.mark.parametrize(
+    ("processor", "flags", "level"),
+    [("aarch64", "fp asimd asimddp", "neon"), ("aarch64", "fp asimd", None), ("x86_64", "fma avx2", None)],
+)
+def test_neon_needs_an_aarch64_processor_with_the_dot_product(monkeypatch, tmp_path, processor, flags, level):
+    file = tmp_path / "cpuinfo"
+    file.write_text(f"processor\t: 0\nFeatures\t: {flags}\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n")
+    here = machine(file)
+    assert here.model == "0x41/0xd40"
+    monkeypatch.setattr(compiler, "machine", lambda: here)
+    monkeypatch.setattr("platform.machine", lambda: processor)
+    for asked in ("native", "neon") if processor == "aarch64" else ("neon",):
+        monkeypatch.setenv("BATON_CPU_LEVEL", asked)
+        if level:
+            assert compiler.chosen_level() == level
+            continue
+        with pytest.raises(Unavailable, match=r"0x41/0xd40.* has no .*asimddp"):
             compiler.chosen_level()
 
 

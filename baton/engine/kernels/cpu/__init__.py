@@ -1,4 +1,4 @@
-"""C kernels for CPUs with AVX2 or AVX-512, compiled on the machine that runs them.
+"""C kernels for CPUs with AVX2, AVX-512 or NEON, compiled on the machine that runs them.
 
 ops, attention                the kernels behind the `Kernels` protocol, with their argument structures
 compiler                      compilation into the state folder

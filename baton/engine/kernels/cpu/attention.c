@@ -19,7 +19,7 @@
 #define MAX_SPLITS 256
 #define MAX_DIM 576
 #define ROWS_AT_ONCE 6
-#ifdef __AVX512F__
+#if defined(__AVX512F__) || defined(__aarch64__)
 #define MOST_VECTORS 4 /* of sums per row in registers */
 #define VECTORS_OF(rows) 4
 #else
@@ -123,7 +123,7 @@ static void find(const attention_args *a, const int32_t *table, long at, long en
 /* Prefetches KV of the next chunk during this one, because hardware cannot predict its place. */
 INLINE void fetch(const char *row, long n, const int levels) {
     const long bytes = levels ? n + 2 : n * (long)sizeof(elem);
-    for (long i = 0; i < bytes; i += 64) _mm_prefetch(row + i, _MM_HINT_T0);
+    for (long i = 0; i < bytes; i += 64) fetch_near(row + i);
 }
 
 INLINE VI load_cached(const char *row, long word, long n, const int levels) {

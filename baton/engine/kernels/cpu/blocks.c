@@ -60,7 +60,7 @@ void NAME(blocks)(const blocks_args *a) {
     for (long l = 0; l < a->layers; l++)
         for (long t = 0; t < a->tensors; t++)
             plane(a, a->planes[t] + l * a->layer_bytes, a->wire + (l * a->tensors + t) * bytes);
-    _mm_sfence();
+    streams_done();
 }
 
 typedef struct {
@@ -112,5 +112,5 @@ void NAME(between)(const between_args *a) {
     for (long l = 0; l < a->layers; l++)
         for (long t = 0; t < a->tensors; t++)
             plane_between(a, a->from[t] + l * a->from_layer, a->to[t] + l * a->to_layer);
-    _mm_sfence();
+    streams_done();
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -22,14 +23,17 @@ from baton.hashing import fingerprint
 SOURCES = Path(__file__).parent
 AVX2 = ("avx2", "fma", "f16c")
 AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
-LEVELS = {  # needed instructions, best first. VNNI is for quantised weights only.
+X86_LEVELS = {  # needed instructions, best first. VNNI is for quantised weights only.
     "avx512-bf16": (*AVX512, "avx512_vnni", "avx512_bf16"),
     "avx512-vnni": (*AVX512, "avx512_vnni"),
     "avx512": AVX512,
     "avx-vnni": (*AVX2, "avx_vnni"),
     "avx2": AVX2,
 }
-FLAGS = ("-std=gnu11", "-O3", "-mprefer-vector-width=512", "-fopenmp", "-fPIC")
+ARM_LEVELS = {"neon": ("asimd", "asimddp")}  # with the dot product of ARMv8.2
+LEVELS = X86_LEVELS | ARM_LEVELS
+FLAGS = ("-std=gnu11", "-O3", "-fopenmp", "-fPIC")
+ARM_FLAGS = ("-march=armv8.2-a+dotprod",)
 PACKAGED = SOURCES / "built"  # kernels that a wheel may contain
 COMPILE_SECONDS = 600  # on a machine that other work keeps busy; else some seconds
 LEVEL_VARIABLE = "BATON_CPU_LEVEL"
@@ -55,7 +59,9 @@ def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> Machine:
     fields: dict[str, str] = {}
     for name, _, value in (line.partition(":") for line in lines):
         fields.setdefault(name.strip(), value.strip())
-    return Machine(fields.get("model name", "unknown"), frozenset(fields.get("flags", "").split()))
+    part = fields.get("CPU part")  # aarch64 has numbers in place of a name, and calls its flags features
+    model = fields.get("model name") or (f"{fields.get('CPU implementer')}/{part}" if part else "unknown")
+    return Machine(model, frozenset((fields.get("flags") or fields.get("Features", "")).split()))
 
 
 def load_library(element: str, folder: Path | None = None) -> ctypes.CDLL:
@@ -91,7 +97,8 @@ def chosen_level() -> str:
     asked, here = cpu_level(), machine()
     if asked == "none":
         raise Unavailable(f"{LEVEL_VARIABLE}=none")
-    levels = LEVELS if asked == "native" else {asked: LEVELS[asked]}
+    own = ARM_LEVELS if platform.machine() == "aarch64" else X86_LEVELS
+    levels = own if asked == "native" else {asked: LEVELS[asked]}
     for level, needed in levels.items():
         missing = [flag for flag in needed if flag not in here.flags]
         if not missing:
@@ -139,7 +146,10 @@ def _sources() -> list[str]:
 
 def _flags(element: str, level: str, tune: str = "native") -> tuple[str, ...]:
     define = ("-DELEM_BF16",) if element == "bf16" else ()
-    return (*FLAGS, f"-mtune={tune}", *(f"-m{flag.replace('_', '')}" for flag in LEVELS[level]), *define)
+    if level in ARM_LEVELS:
+        return (*FLAGS, f"-mtune={tune}", *ARM_FLAGS, *define)
+    needed = (f"-m{flag.replace('_', '')}" for flag in LEVELS[level])
+    return (*FLAGS, "-mprefer-vector-width=512", f"-mtune={tune}", *needed, *define)
 
 
 def _path(folder: Path, element: str, level: str) -> Path:

@@ -41,19 +41,20 @@ static void transpose_rows(const linear_args *a, long g, int32_t *out) {
 /* Packs `count` rows of W to out[(tile * words + word) * TALL + row]. The rows after `count` are zero. */
 static void pack_rows(const elem *w, long k, long count, int32_t *out) {
     for (long n = 0; n < count; n += TALL)
-        for (long at = 0; at < k; at += LANES) {
-            VI rows[LANES] = {0};
-            int32_t turned[LANES * LANES];
-            const long some = MIN(TALL, count - n), left = k - at;
-            for (long i = 0; i < some; i++) {
-                const elem *from = w + (n + i) * k + at;
-                rows[i] = left >= LANES ? load_words(from, LANES) : load_words(from, left);
+        for (long at = 0; at < k; at += LANES)
+            for (long r = 0; r < TALL; r += LANES) { /* once, unless vectors are shorter than TALL */
+                VI rows[LANES] = {0};
+                int32_t turned[LANES * LANES];
+                const long some = MIN(MIN(LANES, TALL - r), count - n - r), left = k - at;
+                for (long i = 0; i < some; i++) {
+                    const elem *from = w + (n + r + i) * k + at;
+                    rows[i] = left >= LANES ? load_words(from, LANES) : load_words(from, left);
+                }
+                transpose(rows, turned, LANES);
+                int32_t *to = out + (n / TALL * k + at) * TALL + r;
+                for (long i = 0; i < MIN(LANES, left); i++)
+                    memcpy(to + i * TALL, turned + i * LANES, MIN(LANES, TALL - r) * sizeof(int32_t));
             }
-            transpose(rows, turned, LANES);
-            int32_t *to = out + (n / TALL * k + at) * TALL;
-            for (long i = 0; i < MIN(LANES, left); i++)
-                memcpy(to + i * TALL, turned + i * LANES, TALL * sizeof(int32_t));
-        }
 }
 #define NEXT_WORD TALL
 typedef int32_t tall_w;

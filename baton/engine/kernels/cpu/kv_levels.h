@@ -5,7 +5,11 @@
 #define TINY 1e-30f
 
 INLINE V v_from_levels(const int8_t *p) {
-#ifdef __AVX512F__
+#ifdef __aarch64__
+    int32_t four; /* no more is read */
+    memcpy(&four, p, sizeof four);
+    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8((uint32_t)four)))));
+#elif defined(__AVX512F__)
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
 #else
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
@@ -14,7 +18,11 @@ INLINE V v_from_levels(const int8_t *p) {
 
 /* Writes the nearest integers, ties to even. */
 INLINE void v_to_levels(int8_t *p, V x) {
-#ifdef __AVX512F__
+#ifdef __aarch64__
+    const int16x4_t narrow = vqmovn_s32(vcvtnq_s32_f32(x));
+    const int8x8_t bytes = vqmovn_s16(vcombine_s16(narrow, narrow));
+    memcpy(p, &bytes, LANES);
+#elif defined(__AVX512F__)
     _mm_storeu_si128((__m128i *)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x)));
 #else
     const VI wide = _mm256_cvtps_epi32(x);

@@ -23,7 +23,7 @@
 #endif
 #else
 #define NR 4
-#define SINGLE (HALVES * 4)
+#define SINGLE MIN(HALVES * 4, LANES)
 #endif
 #define SINGLE_LINES ((int)(SINGLE * sizeof(V) / LINE)) /* of W per vector of its rows in such a tile */
 #define NEAR_BYTES (24 << 10) /* of tiles to prefetch into the first-level cache, in addition to the one in use */
@@ -56,18 +56,25 @@ INLINE VI half(VI w, int odd) {
 
 /* Prevents that the compiler loads a vector again for each use, which it does where registers are few. */
 INLINE VI in_register(VI v) {
-#ifndef __AVX512F__
+#ifdef __aarch64__
+    __asm__("" : "+w"(v));
+#elif !defined(__AVX512F__)
     __asm__("" : "+x"(v));
 #endif
     return v;
 }
 
+#ifdef __aarch64__
+INLINE V sums_of(const V v[ACC]) { return vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3])); }
+#else
 INLINE __m256 sum8(const V v[8]) {
     __m256 a = _mm256_hadd_ps(v_halves(v[0]), v_halves(v[1])), b = _mm256_hadd_ps(v_halves(v[2]), v_halves(v[3]));
     __m256 c = _mm256_hadd_ps(v_halves(v[4]), v_halves(v[5])), d = _mm256_hadd_ps(v_halves(v[6]), v_halves(v[7]));
     a = _mm256_hadd_ps(a, b), c = _mm256_hadd_ps(c, d);
     return _mm256_add_ps(_mm256_permute2f128_ps(a, c, 0x20), _mm256_permute2f128_ps(a, c, 0x31));
 }
+INLINE V sums_of(const V v[ACC]) { return v_widen(sum8(v)); }
+#endif
 
 typedef struct {
     const void *x; /* elements, or what `linear` makes of them */
@@ -82,7 +89,7 @@ INLINE void put(const linear_args *a, long m, long n, int nr, V sums) {
     if (a->wide)
         v_store_first((float *)a->y + at, nr, sums);
 #ifdef ELEM_BF16
-    else if (nr == 8 || nr == 4) { /* stores with a mask are slow */
+    else if (LANES > 4 && (nr == 8 || nr == 4)) { /* stores with a mask are slow */
         const v_bf16 bits = v_to_bf16(sums);
         memcpy((elem *)a->y + at, &bits, nr == 8 ? 16 : 8);
     }
@@ -129,7 +136,7 @@ INLINE void put_sums(const linear_args *a, long m, long n, const int nr, const V
     V sums[ACC] = {0};
 #pragma GCC unroll 8
     for (int j = 0; j < nr; j++) sums[j] = acc[j];
-    put(a, m, n, nr, v_widen(sum8(sums)));
+    put(a, m, n, nr, sums_of(sums));
 }
 
 /* acc[i][j] += x_i . w_j over one vector of each row of W. One of them is held at a time. */
@@ -166,9 +173,9 @@ INLINE void fetch_lines(const char *next, const int count, const int near) {
 #pragma GCC unroll 8
     for (int j = 0; j < count; j++)
         if (near)
-            _mm_prefetch(next + j * LINE, _MM_HINT_T0);
+            fetch_near(next + j * LINE);
         else
-            _mm_prefetch(next + j * LINE, _MM_HINT_T1);
+            fetch_far(next + j * LINE);
 }
 
 /* acc[i][j] += x_i . w_j over `k` elements. Each step prefetches `fetch` cache lines from `next` on. */

@@ -9,8 +9,37 @@
 #define QUAD 4 /* steps of K in one 32-bit lane */
 #define Q_VECTORS (PANEL / QLANES) /* of one panel */
 
-#if defined(__AVX512VNNI__)
+#if defined(__aarch64__)
+#define QLANES 4
+#define QROWS 4
+#define QWIDE 4
+#define SIGNED8 /* `sdot` needs two factors with sign, as below */
+typedef int32x4_t ints;
+typedef float32x4_t floats;
+#define REGISTER "+w"
+#define q_set(v) vdupq_n_s32(v)
+#define q_load(p) vld1q_s32((const int32_t *)(p))
+#define q_and(a, b) ((a) & (b))
+#define q_high(a) ((ints)vshrq_n_u8((uint8x16_t)(a), 4))
+#define f_zero() vdupq_n_f32(0)
+#define f_set(v) vdupq_n_f32(v)
+#define f_load(p) vld1q_f32(p)
+#define f_store(p, v) vst1q_f32(p, v)
+#define f_of(a) vcvtq_f32_s32(a)
+#define f_fma(a, b, c) vfmaq_f32(c, a, b)
+#define f_mul(a, b) vmulq_f32(a, b)
+#define f_half(p) vcvt_f32_f16((float16x4_t)vld1_u16(p))
+INLINE floats f_bytes(const uint8_t *p) {
+    uint32_t four;
+    memcpy(&four, p, sizeof four);
+    return vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four)))));
+}
+#define q_weight8(w) ((w) ^ q_set((int32_t)0x80808080))
+#define q_dot8(acc, w, x) vdotq_s32(acc, (int8x16_t)(w), (int8x16_t)(x))
+#define q_dot4 q_dot8
+#elif defined(__AVX512VNNI__)
 #define QLANES 16
+#define REGISTER "+v"
 #define QROWS 6
 #define QWIDE 4 /* vectors of outputs of a tile */
 typedef __m512i ints;
@@ -33,6 +62,7 @@ typedef ints weight_t;
 #define q_dot8(acc, w, x) _mm512_dpbusd_epi32(acc, w, x)
 #define q_dot4(acc, w, x) _mm512_dpbusd_epi32(acc, w, x)
 #else
+#define REGISTER "+x"
 #define QLANES 8
 #define QROWS 3
 #define QWIDE 2
@@ -148,60 +178,73 @@ INLINE void put_panel(const product_args *a, long m, long panel, const float *su
     memcpy((float *)a->y + at, sums, count * sizeof(float));
 }
 
-/* Multiplies `mr` rows with `nv` vectors of outputs, from vector v of panel p on. */
+/* Prevents copies of sums, for which the compiler would store others to memory. */
+INLINE ints q_held(ints v) {
+    __asm__("" : REGISTER(v));
+    return v;
+}
+
+/* acc += products of 4 steps of K from `x` on. */
+INLINE void q_step(ints (*acc)[QWIDE], const ints *wv, const int8_t *x, long stride, const int mr, const int nv,
+                   const int bits) {
+#pragma GCC unroll 8
+    for (int i = 0; i < mr; i++) {
+        const ints xv = q_set(*(const int32_t *)(x + i * stride));
+#pragma GCC unroll 8
+        for (int j = 0; j < nv; j++) acc[i][j] = bits == 8 ? q_dot8(acc[i][j], wv[j], xv) : q_dot4(acc[i][j], wv[j], xv);
+#pragma GCC unroll 8
+        for (int j = 0; j < nv; j++) acc[i][j] = q_held(acc[i][j]);
+    }
+}
+
+/* acc += products of `length` steps of K. Low and high halves of bytes are multiplied in turn: with both of them at
+ * once, the sums would not fit into the registers. */
+INLINE void q_group(ints (*acc)[QWIDE], const uint8_t *w, long panel_bytes, const int8_t *x, long stride, long length,
+                    const int mr, const int nv, const int bits) {
+    const ints mask = q_set(0x0f0f0f0f);
+    for (const int8_t *end = x + length; x < end; x += QUAD * 8 / bits, w += 64) {
+#pragma GCC unroll 2
+        for (int half = 0; half < 8 / bits; half++) {
+            const uint8_t *here = w;
+            ints wv[QWIDE];
+            __asm__("" : "+r"(here)); /* the second half is loaded again */
+#pragma GCC unroll 8
+            for (int j = 0; j < nv; j++) {
+                wv[j] = q_load(here + j / Q_VECTORS * panel_bytes + j % Q_VECTORS * (64 / Q_VECTORS));
+                wv[j] = bits == 8 ? q_weight8(wv[j]) : q_and(half ? q_high(wv[j]) : wv[j], mask);
+            }
+            q_step(acc, wv, x + half * QUAD, stride, mr, nv, bits);
+        }
+    }
+}
+
+/* Multiplies `mr` rows with `nv` vectors of outputs, from vector v of panel p on. Totals of groups stay in memory, so
+ * that the registers have room for the sums of one group. */
 INLINE void q_tile(const product_args *a, long m, long p, const int mr, const int nv, const int bits) {
-    const long panel_bytes = a->padded * PANEL * bits / 8, groups = a->padded / a->group;
-    const long step = bits == 4 ? 2 * QUAD : QUAD;
+    const long panel_bytes = a->padded * PANEL * bits / 8, groups = a->padded / a->group, stride = a->padded;
     const uint8_t *w = a->w + p * panel_bytes;
-    const int8_t *x = a->q + m * a->padded;
+    const int8_t *x = a->q + m * stride;
     const int32_t offset = bits == 4 ? 8 : 128;
 #ifdef SIGNED8
     const int32_t hidden = bits == 8 ? 128 : 0; /* part of the offset that `q_weight8` has taken away */
 #else
     const int32_t hidden = 0;
 #endif
+    const int32_t start = hidden - (a->zeros ? 0 : offset);
     floats total[QROWS][QWIDE];
-    ints acc[QROWS][QWIDE];
 #pragma GCC unroll 8
     for (int i = 0; i < mr; i++)
 #pragma GCC unroll 8
         for (int j = 0; j < nv; j++) total[i][j] = f_zero();
     for (long g = 0; g < groups; g++) {
         const int32_t *sums = a->sums + m * groups + g;
+        ints acc[QROWS][QWIDE];
 #pragma GCC unroll 8
         for (int i = 0; i < mr; i++)
 #pragma GCC unroll 8
-            for (int j = 0; j < nv; j++)
-                acc[i][j] = q_set((hidden - (a->zeros ? 0 : offset)) * sums[i * groups]);
-        for (long at = g * a->group; at < (g + 1) * a->group; at += step) {
-            const uint8_t *here = w + at / step * 64;
-            ints wv[QWIDE];
-#pragma GCC unroll 8
-            for (int j = 0; j < nv; j++) wv[j] = q_load(here + j / Q_VECTORS * panel_bytes + j % Q_VECTORS * (64 / Q_VECTORS));
-            if (bits == 8) {
-#pragma GCC unroll 8
-                for (int j = 0; j < nv; j++) wv[j] = q_weight8(wv[j]);
-#pragma GCC unroll 8
-                for (int i = 0; i < mr; i++) {
-                    const ints xv = q_set(*(const int32_t *)(x + i * a->padded + at));
-#pragma GCC unroll 8
-                    for (int j = 0; j < nv; j++) acc[i][j] = q_dot8(acc[i][j], wv[j], xv);
-                }
-            } else {
-                const ints mask = q_set(0x0f0f0f0f);
-                ints low[QWIDE], high[QWIDE];
-#pragma GCC unroll 8
-                for (int j = 0; j < nv; j++) low[j] = q_and(wv[j], mask), high[j] = q_and(q_high(wv[j]), mask);
-#pragma GCC unroll 8
-                for (int i = 0; i < mr; i++) {
-                    const ints x0 = q_set(*(const int32_t *)(x + i * a->padded + at));
-                    const ints x1 = q_set(*(const int32_t *)(x + i * a->padded + at + QUAD));
-#pragma GCC unroll 8
-                    for (int j = 0; j < nv; j++)
-                        acc[i][j] = q_dot4(q_dot4(acc[i][j], low[j], x0), high[j], x1);
-                }
-            }
-        }
+            for (int j = 0; j < nv; j++) acc[i][j] = q_held(q_set(start * sums[i * groups]));
+        if (QLANES == 16 && mr == QROWS) __asm__("" : "+m"(total)); /* keeps the totals in memory */
+        q_group(acc, w + g * a->group * PANEL * bits / 8, panel_bytes, x + g * a->group, stride, a->group, mr, nv, bits);
 #pragma GCC unroll 8
         for (int j = 0; j < nv; j++) {
             const long of = ((p + j / Q_VECTORS) * groups + g) * PANEL + j % Q_VECTORS * QLANES;

@@ -2,7 +2,15 @@
 #include "common.h"
 
 /* Transposes LANES vectors of LANES words: out[w * stride + i] = r[i][w]. */
-#ifdef __AVX512F__
+#ifdef __aarch64__
+INLINE void transpose(VI r[LANES], int32_t *out, const long stride) {
+    const int32x4x2_t a = vtrnq_s32(r[0], r[1]), b = vtrnq_s32(r[2], r[3]);
+    for (int i = 0; i < 2; i++) {
+        vi_store(out + i * stride, vcombine_s32(vget_low_s32(a.val[i]), vget_low_s32(b.val[i])));
+        vi_store(out + (i + 2) * stride, vcombine_s32(vget_high_s32(a.val[i]), vget_high_s32(b.val[i])));
+    }
+}
+#elif defined(__AVX512F__)
 INLINE void transpose(VI r[LANES], int32_t *out, const long stride) {
     VI t[16];
 #pragma GCC unroll 8

@@ -1,11 +1,24 @@
 #pragma once
-/* Vectors of LANES float32 (`V`) or 32-bit integers (`VI`), for AVX2 or AVX-512. Operators and `OP` serve both; the
- * functions here have a body for each. Each function that takes a count `n` uses the first n lanes. */
-#include <immintrin.h>
+/* Vectors of LANES float32 (`V`) or 32-bit integers (`VI`), for AVX2 or AVX-512; neon.h has those of NEON.
+ * Operators and `OP` serve all; the functions here have a body for each. Each function that takes a count `n` uses the first n lanes. */
 #include <stdint.h>
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
+#define WHOLE(n) (__builtin_constant_p(n) && (n) == LANES)
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+
+#ifdef __aarch64__
+#include "neon.h"
+#define fetch_near(p) __builtin_prefetch(p, 0, 3)
+#define fetch_far(p) __builtin_prefetch(p, 0, 2)
+#define streams_done() ((void)0) /* streams are plain stores */
+#else
+#include <immintrin.h>
+#define fetch_near(p) _mm_prefetch(p, _MM_HINT_T0)
+#define fetch_far(p) _mm_prefetch(p, _MM_HINT_T1)
+#define streams_done() _mm_sfence()
 
 #ifdef __AVX512F__
 #define LANES 16
@@ -19,9 +32,6 @@ typedef __m256 V;
 typedef __m256i VI;
 #endif
 
-#define WHOLE(n) (__builtin_constant_p(n) && (n) == LANES)
-#define MIN(a, b) ((a) < (b) ? (a) : (b))
-#define MAX(a, b) ((a) > (b) ? (a) : (b))
 
 INLINE V v_set(float x) { return OP(set1_ps)(x); }
 INLINE V v_load(const void *p) { return OP(loadu_ps)(p); }
@@ -98,7 +108,6 @@ INLINE V v_widen(__m256 x) { return x; }
 INLINE V v_over(V x, V y) { return x / y; }
 #endif
 
-/* Bits of bfloat16. `v_narrow` rounds to the nearest, ties to even, and keeps NaN. */
 INLINE V v_from_bf16(const uint16_t *p) {
 #ifdef __AVX512F__
     return (V)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
@@ -106,14 +115,19 @@ INLINE V v_from_bf16(const uint16_t *p) {
     return (V)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
 #endif
 }
+#endif
 
+/* Rounds to bfloat16, to the nearest, ties to even, and keeps NaN. */
 INLINE V v_narrow(V x) {
     const VI odd = OP(srli_epi32)((VI)x, 16) & vi_set(1);
     const VI near = OP(add_epi32)((VI)x, OP(add_epi32)(odd, vi_set(0x7fff)));
     return v_or_nan((V)(near & vi_set((int)0xffff0000)), x);
 }
 
-#ifdef __AVX512F__
+#ifdef __aarch64__
+typedef uint16x4_t v_bf16;
+INLINE v_bf16 v_to_bf16(V x) { return vshrn_n_u32(vreinterpretq_u32_f32(v_narrow(x)), 16); }
+#elif defined(__AVX512F__)
 typedef __m256i v_bf16;
 #ifdef __AVX512BF16__
 INLINE v_bf16 v_to_bf16(V x) { return (__m256i)_mm512_cvtneps_pbh(x); }
