@@ -16,6 +16,8 @@ import json
 import os
 import shlex
 import sys
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -30,7 +32,7 @@ from benchmarks.lib.points import FULL, QUICK, Point
 from benchmarks.lib.protocol import ROOT
 from benchmarks.lib.ratios import BATON, LIMIT, Measured, Setting, ratios
 from benchmarks.lib.report import fill, ratio_table, tables
-from benchmarks.lib.shapes import ITEMSIZE, SIZES
+from benchmarks.lib.shapes import SIZES, WEIGHT_BYTES, stored
 
 DOCS = ROOT / "docs" / "measurements" / "engine.md"
 BUSY = 0.05  # runs with more other load are marked
@@ -46,7 +48,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--threads", type=_list, default=["1", "2"], help="thread counts, such as 1,2")
     parser.add_argument("--points", type=_list, help="such as P512,B16@128")
     parser.add_argument("--rounds", type=int)
-    parser.add_argument("--dtype", choices=ITEMSIZE, default="bf16")
+    parser.add_argument("--dtype", type=_list, default=["bf16"], help="of bf16, fp32, int8 and int4")
+    parser.add_argument("--levels", type=_list, default=["native"], help="of Baton's kernels, such as native,avx2")
+    parser.add_argument("--minutes", type=float, help="begin no round of a setting later")
+    parser.add_argument("--cpu-time", action="store_true", help="CPU time, for one thread on a busy machine")
     parser.add_argument("--tiny", action="store_true", help="toy models: to try the program, not to measure")
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder for raw results and logs")
     parser.add_argument("--cache", type=Path, default=home / "bench", help="folder for models and environments")
@@ -56,21 +61,29 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args.cache, args.out = args.cache.absolute(), args.out.absolute()
     args.points = [Point.parse(label) for label in args.points] if args.points else (QUICK if args.quick else FULL)
     args.peer_names = chosen(args.peers)
+    if unknown := set(args.dtype) - set(WEIGHT_BYTES):
+        parser.error(f"--dtype: unknown weights {', '.join(sorted(unknown))}")
+    if args.cpu_time and args.threads != ["1"]:
+        parser.error("--cpu-time needs --threads 1, because the CPU time of threads is a sum")
     return args
 
 
-def compare(args: argparse.Namespace) -> Comparison:
+def compare(argv: list[str], args: argparse.Namespace) -> Comparison:
     """Measure every setting, the largest model first, because its figures matter most if the run is aborted."""
     rounds = args.rounds or (2 if args.quick else 3)
     plan = Plan(args.points, rounds, steps=10 if args.quick else 24, repeats=2 if args.quick else 3)
+    if args.minutes:
+        plan = replace(plan, limit_s=60 * args.minutes)
     comparison = Comparison(args.peer_names, plan)
     comparison.install(args.cache)
     for size in sorted(args.sizes):
-        model = make_model(args.cache, size, args.dtype, tiny=args.tiny)
-        for threads in map(int, args.threads):
-            print(f"measuring {size} with {threads} thread(s)", file=sys.stderr, flush=True)
-            comparison.run(Setting(size, threads), Where(model, args.dtype, args.cache, args.out))
-            (args.out / "engine.partial.json").write_text(json.dumps(comparison.raw))  # kept if the run is aborted
+        for dtype, threads in product(args.dtype, map(int, args.threads)):
+            model = make_model(args.cache, size, stored(dtype), tiny=args.tiny)
+            print(f"measuring {size} in {dtype} with {threads} thread(s)", file=sys.stderr, flush=True)
+            comparison.run(
+                Setting(size, threads, dtype), Where(model, args.cache, args.out, args.levels, args.cpu_time)
+            )
+            _keep(args.out / "engine.partial.json", comparison, _facts(argv, args, comparison))
     return comparison
 
 
@@ -83,7 +96,8 @@ def merged(files: list[Path]) -> tuple[Comparison, dict[str, str]]:
         comparison.missing |= run["missing"]
         for result in run["results"]:
             comparison.raw.append(result)
-            setting, point = Setting(result["size"], result["threads"]), Point.parse(result["point"])
+            point = Point.parse(result["point"])
+            setting = Setting(result["size"], result["threads"], result.get("dtype", "bf16"))
             comparison.samples.append(sample_of(setting, result["engine"], point, result["round"], result))
     for name in dict.fromkeys(name for run in runs for name in run["facts"]):
         facts[name] = "; ".join(dict.fromkeys(run["facts"][name] for run in runs if name in run["facts"]))
@@ -97,7 +111,7 @@ def main(argv: list[str]) -> None:
     if args.merge:
         comparison, facts = merged(args.merge)
     else:
-        comparison = compare(args)
+        comparison = compare(argv, args)
         facts = _facts(argv, args, comparison)
     measured = Measured(comparison.samples)
     with_peers = bool({sample.engine for sample in comparison.samples} - {BATON, LIMIT, "transformers"})
@@ -109,11 +123,19 @@ def main(argv: list[str]) -> None:
     )
     print(text, flush=True)
     plot(measured, args.out / "engine.svg")
-    if args.write_docs:
+    if args.write_docs and {setting.dtype for setting in measured.settings} == {"bf16"}:
         _write_docs(text, measured)
+    elif args.write_docs:
+        _write_comparison(text)
     print(json.dumps({"benchmark": "engine", "ratios": figures}))
     if any(what.startswith(BATON) for what in comparison.missing):
         sys.exit("Baton itself could not be measured everywhere")
+
+
+def _keep(path: Path, comparison: Comparison, facts: dict[str, str]) -> None:
+    """Write what is measured so far, for `--merge` if the run is aborted."""
+    raw = {"facts": facts, "missing": comparison.missing, "results": comparison.raw}
+    path.write_text(json.dumps(raw, indent=1))
 
 
 def _facts(argv: list[str], args: argparse.Namespace, comparison: Comparison) -> dict[str, str]:
@@ -123,7 +145,10 @@ def _facts(argv: list[str], args: argparse.Namespace, comparison: Comparison) ->
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": shlex.join(["python", "benchmarks/engine.py", *argv]),
         **machine(),
-        "weights and KV": args.dtype + (", toy models: the figures mean nothing" if args.tiny else ""),
+        "weights": ", ".join(args.dtype) + (", toy models: the figures mean nothing" if args.tiny else ""),
+        "clock": "CPU time" if args.cpu_time else "time",
+        "seconds to load Baton": "; ".join(f"{what}: {s}" for what, s in comparison.loading.items()),
+        "load average at the end": f"{os.getloadavg()[1]:.1f} (5 minutes)",
         **{f"{name} version": version for name, version in comparison.versions.items()},
         "other load": f"{other:.0%} of the CPU" + (": **a busy machine, rough figures**" if other > BUSY else ""),
     }
@@ -138,6 +163,10 @@ def _write_docs(text: str, measured: Measured) -> None:
     drawn = plot(measured, picture) or picture.exists()
     link = f"![Speed as a share of the machine's limit]({picture.name})\n\n" if drawn else ""
     DOCS.write_text(fill(DOCS.read_text(), link + text))
+
+
+def _write_comparison(text: str) -> None:
+    DOCS.write_text(fill(DOCS.read_text(), text, "engine-dtypes"))
 
 
 def _list(text: str) -> list[str]:

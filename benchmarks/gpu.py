@@ -147,7 +147,7 @@ def of_model(name: str, device: torch.device, memory: float, gemm: float) -> Ite
         print(f"{name}: {PROMPT} tokens, {label} (blocks of {block_size}): {share:.2f} of gemm, goal {PREFILL_GOAL}")
         prompts.append(share)
         for rows in BATCHES if label == "triton" else ():
-            least = shape.decode_bytes(rows, CONTEXT, 2) / memory
+            least = shape.decode_bytes(rows, CONTEXT, "bf16") / memory
             eager, graph = (least / gpu.decode_seconds(model, rows, CONTEXT, graphs=on) for on in (False, True))
             print(f"{name}: batch {rows}: {eager:.2f} of the memory, by graphs {graph:.2f} (goal {DECODE_GOAL})")
             yield f"decode_{name}_batch{rows}_of_memory", round(graph, 3)

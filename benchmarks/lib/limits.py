@@ -6,7 +6,6 @@ fastest matrix product among the model's shapes.
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +13,9 @@ import torch
 from torch.nn.functional import linear
 
 from benchmarks.lib.bandwidth import Reader
-from benchmarks.lib.protocol import serve
-from benchmarks.lib.shapes import ITEMSIZE, read_shape
+from benchmarks.lib.packed_products import packed_products
+from benchmarks.lib.protocol import clock, serve
+from benchmarks.lib.shapes import WEIGHT_BYTES, read_shape, stored
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -31,8 +31,8 @@ class Limits:
 
     def __init__(self, setup: Setup) -> None:
         self._shape = read_shape(Path(setup.model))
-        self._dtype, self._itemsize = DTYPES[setup.dtype], ITEMSIZE[setup.dtype]
-        weights = self._shape.read_params * self._itemsize
+        self._weights, self._dtype = setup.dtype, DTYPES[stored(setup.dtype)]
+        weights = int(self._shape.read_params * WEIGHT_BYTES[setup.dtype])
         self._reader = Reader(weights, setup.threads, Path(setup.cache))
 
     def prefill(self, tokens: int, repeats: int) -> Answer:
@@ -47,7 +47,7 @@ class Limits:
     def decode(self, batch: int, context: int, steps: int) -> Answer:
         """Return the seconds of a step's reads at the best rate, and all rates in bytes per second."""
         del steps
-        return _answer(self._reader.measure(), self._shape.decode_bytes(batch, context, self._itemsize))
+        return _answer(self._reader.measure(), self._shape.decode_bytes(batch, context, self._weights))
 
     def _products(self, rows: int, inputs: int, outputs: int) -> dict[str, Callable[[], object]]:
         x = torch.randn(rows, inputs).to(self._dtype)
@@ -56,7 +56,7 @@ class Limits:
         if self._dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
             packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
             products["packed oneDNN"] = lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
-        return products
+        return products | packed_products(self._weights, x, weight)
 
 
 def _answer(rates: dict[str, float], work: int) -> Answer:
@@ -66,8 +66,8 @@ def _answer(rates: dict[str, float], work: int) -> Answer:
 
 def _seconds_each(call: Callable[[], object]) -> float:
     call()
-    calls, began = 0, time.perf_counter()
-    while (passed := time.perf_counter() - began) < GEMM_S or calls < 2:
+    calls, began = 0, clock()
+    while (passed := clock() - began) < GEMM_S or calls < 2:
         call()
         calls += 1
     return passed / calls

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -14,16 +14,16 @@ import psutil
 
 from benchmarks.lib.environments import PEERS, Unavailable, python_for
 from benchmarks.lib.protocol import Child, ChildFailed, Setup
-from benchmarks.lib.ratios import BATON, LIMIT, Sample, Setting
-from benchmarks.lib.shapes import ITEMSIZE, read_shape
+from benchmarks.lib.ratios import LIMIT, REFERENCE, Sample, Setting, is_baton, own
+from benchmarks.lib.shapes import ITEMSIZE, WEIGHT_BYTES, read_shape, stored
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from benchmarks.lib.points import Point
     from benchmarks.lib.protocol import Answer
 
-OWN = {LIMIT: "benchmarks.lib.limits", BATON: "benchmarks.lib.subject"}
+OWN_PROGRAMS = {True: "benchmarks.lib.subject", False: "benchmarks.lib.limits"}  # of Baton, of the limits
 START_S, ANSWER_S = 1200.0, 900.0
 GIB = 1 << 30
 RUNTIME_BYTES = 3 * GIB // 2  # memory of an engine beyond weights and KV
@@ -38,6 +38,7 @@ class Plan:
     rounds: int
     steps: int
     repeats: int
+    limit_s: float = float("inf")  # no round of a setting begins later
 
     @property
     def kv_tokens(self) -> int:
@@ -47,12 +48,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class Where:
-    """The model of a setting, its dtype, and the folders of the processes."""
+    """The model of a setting, the folders of the processes, and the levels of Baton's kernels."""
 
     model: Path
-    dtype: str
     cache: Path
     out: Path
+    levels: Sequence[str] = ("native",)
+    cpu_time: bool = False
 
 
 class Comparison:
@@ -64,7 +66,8 @@ class Comparison:
         self.raw: list[Answer] = []
         self.versions: dict[str, str] = {}
         self.missing: dict[str, str] = {}
-        self._pythons = dict.fromkeys(OWN, sys.executable)
+        self.loading: dict[str, float] = {}
+        self._pythons: dict[str, str] = {}
 
     def install(self, cache: Path) -> None:
         """Make the environments of the peers. Failures are recorded as missing."""
@@ -78,40 +81,49 @@ class Comparison:
     def run(self, setting: Setting, where: Where) -> None:
         """Measure Baton and the limits together with as many peers at a time as memory allows."""
         kv_tokens = self.plan.kv_tokens
-        setup = Setup(str(where.model), where.dtype, setting.threads, kv_tokens, str(where.cache))
-        fixed, each = memory_needs(where.model, where.dtype, kv_tokens)
-        room = int((psutil.virtual_memory().available - fixed) // each) - 1  # for peers, in addition to Baton
+        setup = Setup(
+            str(where.model), setting.dtype, setting.threads, kv_tokens, str(where.cache), cpu_time=where.cpu_time
+        )
+        fixed, each = memory_needs(where.model, setting.dtype, kv_tokens)
+        mine = own_setups(setup, where.levels)
+        peers = [name for name in self.peers if setting.dtype in PEERS[name].dtypes]
+        room = int((psutil.virtual_memory().available - fixed) // each) - len(mine)  # for peers, in addition to Baton
         if room < 0:
-            self.missing[f"{setting.size}, {setting.threads} threads"] = (
+            self.missing[f"{setting.size}, {setting.dtype}, {setting.threads} threads"] = (
                 f"needs {(fixed + each) / GIB:.0f} GiB of memory"
             )
             return
-        if room < 1 and self.peers:
-            self.missing[f"peers at {setting.size}"] = f"need {(fixed + 2 * each) / GIB:.0f} GiB of memory"
-        for number, group in enumerate(grouped(self.peers, room)):
-            self._run_group(setting, setup, group, number * self.plan.rounds, where.out)
+        if room < 1 and peers:
+            self.missing[f"peers at {setting.size}, {setting.dtype}"] = (
+                f"need {(fixed + (len(mine) + 1) * each) / GIB:.0f} GiB of memory"
+            )
+        for number, group in enumerate(grouped(peers, room)):
+            setups = mine | dict.fromkeys((LIMIT, *group), setup)
+            self._run_group(setting, setups, number * self.plan.rounds, where.out)
 
-    def _run_group(self, setting: Setting, setup: Setup, group: list[str], first: int, out: Path) -> None:
+    def _run_group(self, setting: Setting, setups: Mapping[str, Setup], first: int, out: Path) -> None:
         with ExitStack() as stack:
-            baton = self._started(BATON, setup, out, stack)
-            if baton is None:
-                return
-            others = (self._started(name, setup, out, stack) for name in (LIMIT, *group))
-            children = [baton, *(child for child in others if child is not None)]
+            started = [self._started(name, setup, out, stack) for name, setup in setups.items()]
+            children = [child for child in started if child is not None]
+            began = time.monotonic()
             for number in range(first, first + self.plan.rounds):
+                if number > first and time.monotonic() - began > self.plan.limit_s:
+                    return
                 turn = number % len(children)
                 self._round(setting, number, children[turn:] + children[:turn])
 
     def _started(self, name: str, setup: Setup, out: Path, stack: ExitStack) -> Child | None:
-        program = OWN.get(name) or PEERS[name].program
-        command = [self._pythons[name], "-P", "-m", program]
+        program = PEERS[name].program if name in PEERS else OWN_PROGRAMS[is_baton(name)]
+        command = [self._pythons.get(name, sys.executable), "-P", "-m", program]
         child = stack.enter_context(Child(name, command, setup, out / f"{name}.log"))
         try:
             child.start(START_S)
         except ChildFailed as error:
-            self._drop(f"{name} at {Path(setup.model).name}, {setup.threads} threads", error)
+            self._drop(f"{name} at {Path(setup.model).name}, {setup.dtype}, {setup.threads} threads", error)
             return None
         self.versions[name] = child.about["version"]
+        if is_baton(name):
+            self.loading[f"{Path(setup.model).name}, {setup.dtype}"] = child.about["load_s"]
         return child
 
     def _drop(self, what: str, error: Exception) -> None:
@@ -124,11 +136,18 @@ class Comparison:
                 try:
                     answer = self._asked(child, point)
                 except ChildFailed as error:
-                    self._drop(f"{child.name} at {setting.size} {point}, {setting.threads} threads", error)
+                    self._drop(
+                        f"{child.name} at {setting.size}, {setting.dtype} {point}, {setting.threads} threads", error
+                    )
                     continue
                 sample = sample_of(setting, child.name, point, number, answer)
                 self.samples.append(sample)
-                about = {"size": setting.size, "threads": setting.threads, "engine": child.name, "point": str(point)}
+                about = {
+                    **setting._asdict(),
+                    "engine": child.name,
+                    "level": child.about.get("level"),
+                    "point": str(point),
+                }
                 self.raw.append({**about, "round": number, **answer})
 
     def _asked(self, child: Child, point: Point) -> Answer:
@@ -150,6 +169,14 @@ def sample_of(setting: Setting, engine: str, point: Point, number: int, answer: 
     return Sample(setting, engine, point, number, median(answer["seconds"]), median(shares) if shares else None)
 
 
+def own_setups(setup: Setup, levels: Sequence[str]) -> dict[str, Setup]:
+    """Return Baton's engines: one for each level, and for quantised weights also bf16, which they are compared with."""
+    setups = {own(level): replace(setup, level=level) for level in levels}
+    if setup.dtype != stored(setup.dtype):
+        setups |= {own(level, REFERENCE): replace(setup, level=level, dtype=REFERENCE) for level in levels}
+    return setups
+
+
 def grouped(peers: Sequence[str], room: int) -> list[list[str]]:
     """Return peers in groups of at most `room`. Without room or peers there is one empty group."""
     return [list(peers[i : i + room]) for i in range(0, len(peers), room)] if room > 0 and peers else [[]]
@@ -157,8 +184,8 @@ def grouped(peers: Sequence[str], room: int) -> list[list[str]]:
 
 def memory_needs(model: Path, dtype: str, kv_tokens: int) -> tuple[int, int]:
     """Return about how many bytes the limits and the loading of one engine need, and each loaded engine."""
-    shape, itemsize = read_shape(model), ITEMSIZE[dtype]
-    weights = shape.read_params * itemsize
+    shape, itemsize = read_shape(model), ITEMSIZE[stored(dtype)]
+    weights = int(shape.read_params * WEIGHT_BYTES[dtype])
     each = weights + shape.head_params * itemsize + shape.kv_bytes(kv_tokens, itemsize) + RUNTIME_BYTES
     return int(weights * (1 + LOADING_COPIES)), each
 

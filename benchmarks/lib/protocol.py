@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 PR_SET_PDEATHSIG = 1
+CLOCK_VARIABLE = "BATON_BENCH_CLOCK"  # of measured processes
 KILL_S = 10.0  # for a killed process to end
 
 
@@ -40,7 +41,7 @@ class ChildFailed(Exception):
 @dataclass(frozen=True)
 class Setup:
     """Configuration of a measured process. `kv_tokens`: KV capacity; `cache`: folder for converted models; `ranks`:
-    processes of a worker that hands over.
+    processes of a worker that hands over; `level`: BATON_CPU_LEVEL of the process; `cpu_time`: see `clock`.
     """
 
     model: str
@@ -49,6 +50,13 @@ class Setup:
     kv_tokens: int
     cache: str
     ranks: int = 1
+    level: str = "native"
+    cpu_time: bool = False
+
+
+def clock() -> float:
+    """Return seconds, with `Setup.cpu_time` of this process's CPU time, which excludes waits for a core."""
+    return time.process_time() if os.environ.get(CLOCK_VARIABLE) == "cpu" else time.perf_counter()
 
 
 def serve(load: Callable[[Setup], tuple[Answer, Mapping[str, Handler]]]) -> None:
@@ -84,7 +92,7 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
-                env=_environment(setup.threads),
+                env=_environment(setup),
                 start_new_session=True,
             )
         self.pid = self._process.pid
@@ -153,11 +161,13 @@ def python_path(*folders: Path) -> str:
     return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def _environment(threads: int) -> dict[str, str]:
+def _environment(setup: Setup) -> dict[str, str]:
     variables = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     return {
         **os.environ,
         "PYTHONPATH": python_path(ROOT),
         "PYTHONUNBUFFERED": "1",
-        **dict.fromkeys(variables, str(threads)),
+        **dict.fromkeys(variables, str(setup.threads)),
+        CLOCK_VARIABLE: "cpu" if setup.cpu_time else "wall",
+        **({} if setup.level == "native" else {"BATON_CPU_LEVEL": setup.level}),
     }

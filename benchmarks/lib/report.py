@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.lib.machine import machine
 from benchmarks.lib.protocol import ROOT
-from benchmarks.lib.ratios import BATON, LIMIT, Measured
+from benchmarks.lib.ratios import BATON, LIMIT, REFERENCE, Measured
 from benchmarks.lib.shapes import LABELS
 
 if TYPE_CHECKING:
@@ -27,18 +27,21 @@ def tables(measured: Measured) -> str:
 
 
 def _table(measured: Measured, setting: Setting) -> str:
-    points = measured.points
+    points = [p for p in measured.points if measured.seconds(setting, BATON, p)]
+    others = [engine for engine in measured.own if engine.split()[1:2] == [REFERENCE]]
     threads = "1 thread" if setting.threads == 1 else f"{setting.threads} threads"
     rows = [
         [NAMES.get(engine, engine), *(_rate(measured.seconds(setting, engine, point), point) for point in points)]
-        for engine in (BATON, LIMIT, *measured.peers)
+        for engine in (*measured.own, LIMIT, *measured.peers)
+        if any(measured.seconds(setting, engine, point) for point in points)
     ]
     ratios: list[list[str]] = [
         [f"Baton / {NAMES.get(engine, engine)}", *(_ratio(measured.speed(setting, point, engine)) for point in points)]
-        for engine in (LIMIT, *measured.peers)
+        for engine in (LIMIT, *others, *measured.peers)
+        if any(measured.seconds(setting, engine, point) for point in points)
     ]
     overhead = ["outside the forward", *(_percent(measured.overhead(setting, point)) for point in points)]
-    return f"### {LABELS[setting.size]}, {threads}\n\n" + markdown(
+    return f"### {LABELS[setting.size]}, {setting.dtype}, {threads}\n\n" + markdown(
         ["tokens/s (spread)", *map(str, points)], [*rows, *ratios, overhead]
     )
 

@@ -6,8 +6,14 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-ITEMSIZE = {"bf16": 2, "fp32": 4}
+ITEMSIZE = {"bf16": 2, "fp32": 4}  # of weights that a checkpoint stores
+WEIGHT_BYTES = {**ITEMSIZE, "int8": 1, "int4": 0.5625}  # int4 has a float16 scale for each group of 32
 MAX_POSITIONS = 4096
+
+
+def stored(dtype: str) -> str:
+    """Return the dtype of the checkpoint, of the KV and of activations: bf16 for quantised weights."""
+    return dtype if dtype in ITEMSIZE else "bf16"
 
 
 @dataclass(frozen=True)
@@ -51,9 +57,10 @@ class Shape:
         """Return the bytes of K and V of `tokens` positions over all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize * tokens
 
-    def decode_bytes(self, batch: int, context: int, itemsize: int) -> int:
+    def decode_bytes(self, batch: int, context: int, dtype: str) -> int:
         """Return the least bytes that a decode step of `batch` sequences reads: each weight and each KV once."""
-        return self.read_params * itemsize + self.kv_bytes(batch * context, itemsize)
+        kv = self.kv_bytes(batch * context, ITEMSIZE[stored(dtype)])
+        return int(self.read_params * WEIGHT_BYTES[dtype]) + kv
 
     def prefill_flops(self, tokens: int) -> int:
         """Return the operations of one prompt: layers, causal attention, and the output of the last row."""

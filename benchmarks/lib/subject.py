@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,19 +11,22 @@ import torch
 import baton
 from baton.core import HandoffId, Sampling, SequenceSpec
 from baton.engine.engine import Engine
+from baton.engine.kernels.cpu.compiler import chosen_level
+from baton.engine.kernels.quantized import Quantize
 from baton.engine.models.loading import load_model
 from baton.tokenizer import load_tokenizer
-from benchmarks.lib.protocol import serve
+from benchmarks.lib.protocol import clock, serve
+from benchmarks.lib.shapes import stored
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from baton.engine.kernels.kv_levels import KVDtype
-    from baton.engine.kernels.quantized import Quantize
     from baton.engine.model_backend import ModelBackend
     from benchmarks.lib.protocol import Answer, Handler, Setup
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+QUANTIZED: dict[str, Quantize] = {"int8": "int8", "int4": "int4"}
 MAX_BATCHED_TOKENS = 2048
 WARM_STEPS = 2
 FOREVER = 1 << 20  # more tokens than any measurement takes
@@ -42,18 +44,18 @@ class TimedBackend:
 
     def forward(self, *args: Any) -> torch.Tensor:
         """Run and time the backend's forward."""
-        began = time.perf_counter()
+        began = clock()
         try:
             return self._backend.forward(*args)
         finally:
-            self.seconds += time.perf_counter() - began
+            self.seconds += clock() - began
 
 
 class Subject:
     """The engine and the two measurements. Prompts never repeat, so caches cannot help."""
 
     def __init__(self, setup: Setup, quantize: Quantize = "none", kv_dtype: KVDtype = "auto") -> None:
-        loaded = load_model(setup.model, dtype=DTYPES[setup.dtype], quantize=quantize, kv_dtype=kv_dtype)
+        loaded = load_model(setup.model, dtype=DTYPES[stored(setup.dtype)], quantize=quantize, kv_dtype=kv_dtype)
         self._backend = TimedBackend(loaded)
         blocks = self._backend.layout.blocks_for(setup.kv_tokens)
         self._engine = Engine(
@@ -84,16 +86,16 @@ class Subject:
 
     def _first_token(self, tokens: int) -> float:
         prompt = self._prompt(tokens)
-        began = time.perf_counter()
+        began = clock()
         key = self._submit(prompt, 1)
         while key not in self._step():
             pass
-        return time.perf_counter() - began
+        return clock() - began
 
     def _timed_step(self) -> tuple[float, float]:
-        self._backend.seconds, began = 0.0, time.perf_counter()
+        self._backend.seconds, began = 0.0, clock()
         self._step()
-        return time.perf_counter() - began, self._backend.seconds
+        return clock() - began, self._backend.seconds
 
     def _step(self) -> set[HandoffId]:
         result = self._engine.step()
@@ -115,8 +117,12 @@ class Subject:
 def load(setup: Setup) -> tuple[Answer, Mapping[str, Handler]]:
     """Return the version and the handlers for `serve`."""
     torch.set_num_threads(setup.threads)
-    subject = Subject(setup)
-    return {"version": f"{baton.__version__} (torch {torch.__version__})"}, {
+    began = clock()
+    subject = Subject(setup, quantize=QUANTIZED.get(setup.dtype, "none"))
+    loading = clock() - began
+    level = chosen_level() if setup.level != "none" else "none"
+    version = f"{baton.__version__} (torch {torch.__version__})"
+    return {"version": version, "level": level, "load_s": round(loading, 1)}, {
         "prefill": subject.prefill,
         "decode": subject.decode,
     }

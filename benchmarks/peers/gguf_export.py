@@ -1,4 +1,4 @@
-"""Exports a checkpoint of `benchmarks.lib.models` as a GGUF file in its own dtype, without a vocabulary.
+"""Exports a checkpoint of `benchmarks.lib.models` as a GGUF file in its own dtype, Q8_0 or Q4_0, without a vocabulary.
 
 Inputs and outputs are token ids. llama.cpp's RoPE expects another order of the rows of Q and K; random weights keep
 theirs, because the order does not change the time.
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import quantize
 
 from benchmarks.lib.shapes import MAX_POSITIONS, read_shape
 
@@ -31,20 +32,21 @@ LAYER_NAMES = {
 }
 NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 TYPES = {"BF16": GGMLQuantizationType.BF16, "F32": GGMLQuantizationType.F32}
+QUANTIZED = {"int8": GGMLQuantizationType.Q8_0, "int4": GGMLQuantizationType.Q4_0}
 
 
-def exported(model: Path, cache: Path) -> Path:
-    """Return the GGUF file of a model folder, made at the first call."""
-    path = cache / "gguf" / f"{model.name}.gguf"
+def exported(model: Path, cache: Path, weights: str) -> Path:
+    """Return the GGUF file of a model folder with these weights, made at the first call."""
+    path = cache / "gguf" / f"{model.name}{f'-{weights}' if weights in QUANTIZED else ''}.gguf"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(".unfinished")
-        _write(model, unfinished)
+        _write(model, unfinished, QUANTIZED.get(weights))
         unfinished.rename(path)
     return path
 
 
-def _write(model: Path, path: Path) -> None:
+def _write(model: Path, path: Path, kind: GGMLQuantizationType | None) -> None:
     shape = read_shape(model)
     writer = GGUFWriter(path, "llama")
     writer.add_context_length(MAX_POSITIONS)
@@ -61,12 +63,18 @@ def _write(model: Path, path: Path) -> None:
     for name, dtype, data in _tensors(model / "model.safetensors"):
         if data.ndim == 1:  # llama.cpp has float32 norms
             writer.add_tensor(_name(name), np.ones(shape.hidden, np.float32))
+        elif kind is not None:
+            writer.add_tensor(_name(name), quantize(_wide(data), kind), raw_dtype=kind)
         else:
             writer.add_tensor(_name(name), data.view(np.uint8), raw_dtype=TYPES[dtype])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _wide(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32) if data.dtype == np.int16 else data
 
 
 def _name(name: str) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 import numpy as np
 
-from benchmarks.lib.protocol import serve
+from benchmarks.lib.protocol import clock, serve
 from benchmarks.lib.shapes import read_shape
 from benchmarks.peers.gguf_export import exported
 
@@ -30,7 +29,7 @@ class LlamaCpp:
         self._vocab = read_shape(Path(setup.model)).vocab
         self._random = random.Random(0)
         llama_cpp.llama_backend_init()
-        path = exported(Path(setup.model), Path(setup.cache))
+        path = exported(Path(setup.model), Path(setup.cache), setup.dtype)
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_seq_max = SEQUENCES * LONGEST, SEQUENCES
@@ -59,12 +58,12 @@ class LlamaCpp:
             llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(self._context), rows[0][0], -1, -1)
         ends = {sequence: index for index, (sequence, _) in enumerate(rows)}
         self._fill(rows, set(ends.values()))
-        began = time.perf_counter()
+        began = clock()
         if llama_cpp.llama_decode(self._context, self._batch) != 0:
             raise RuntimeError("llama_decode failed")
         for index in ends.values():
             self._logits(index).argmax()
-        return time.perf_counter() - began
+        return clock() - began
 
     def _fill(self, rows: list[tuple[int, int]], wanted: set[int]) -> None:
         batch = self._batch

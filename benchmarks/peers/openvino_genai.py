@@ -9,14 +9,13 @@ import random
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.lib.protocol import serve
-from benchmarks.lib.shapes import ITEMSIZE, MAX_POSITIONS, read_shape
+from benchmarks.lib.protocol import clock, serve
+from benchmarks.lib.shapes import ITEMSIZE, MAX_POSITIONS, read_shape, stored
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,15 +39,15 @@ class OpenVino:
         shape = read_shape(Path(setup.model))
         self._vocab = shape.vocab
         scheduler = openvino_genai.SchedulerConfig()
-        scheduler.cache_size = shape.kv_bytes(setup.kv_tokens, ITEMSIZE[setup.dtype]) // GIB + 1
+        scheduler.cache_size = shape.kv_bytes(setup.kv_tokens, ITEMSIZE[stored(setup.dtype)]) // GIB + 1
         scheduler.max_num_batched_tokens = MAX_BATCHED_TOKENS
         scheduler.max_num_seqs = 64
         scheduler.dynamic_split_fuse = True
         scheduler.enable_prefix_caching = False
         properties = {
             "INFERENCE_NUM_THREADS": setup.threads,
-            "INFERENCE_PRECISION_HINT": PRECISION[setup.dtype],
-            "KV_CACHE_PRECISION": PRECISION[setup.dtype],
+            "INFERENCE_PRECISION_HINT": PRECISION[stored(setup.dtype)],
+            "KV_CACHE_PRECISION": PRECISION[stored(setup.dtype)],
             "PERFORMANCE_HINT": "LATENCY",
         }
         folder = _exported(Path(setup.model), Path(setup.cache), setup.dtype)
@@ -74,18 +73,18 @@ class OpenVino:
 
     def _first_token(self, tokens: int) -> float:
         prompt = self._prompt(tokens)
-        began = time.perf_counter()
+        began = clock()
         handle = self._add(prompt, 1)  # a request without a handle is dropped
         self._drain()
-        seconds = time.perf_counter() - began
+        seconds = clock() - began
         if not handle.can_read():
             raise RuntimeError("no first token")
         return seconds
 
     def _timed_step(self) -> float:
-        began = time.perf_counter()
+        began = clock()
         self._pipeline.step()
-        return time.perf_counter() - began
+        return clock() - began
 
     def _drain(self) -> None:
         while self._pipeline.has_non_finished_requests():
@@ -107,7 +106,7 @@ class OpenVino:
 
 
 def _exported(model: Path, cache: Path, dtype: str) -> Path:
-    folder = cache / "openvino" / model.name
+    folder = cache / "openvino" / f"{model.name}{'' if dtype == stored(dtype) else f'-{dtype}'}"
     if not folder.is_dir():
         unfinished = folder.with_suffix(".unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)

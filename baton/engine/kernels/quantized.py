@@ -24,7 +24,7 @@ class Scheme(NamedTuple):
 
 
 SCHEMES = {"int8": Scheme(8, 0), "int4": Scheme(4, 32)}
-PIECE = 1 << 24  # elements that are quantised at a time
+PIECE = 1 << 20  # elements that are quantised at a time: temporaries that stay in caches
 
 
 @dataclass(frozen=True, slots=True, eq=False)

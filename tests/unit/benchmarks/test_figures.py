@@ -36,3 +36,17 @@ def test_the_best_peer_is_chosen_at_each_point() -> None:
     assert (found["vs_best_peer_15m_min"], found["vs_transformers_min"]) == (None, 1.5)
     alone = ratios(Measured(samples(M1, B1, baton=[1.0], transformers=[2.0])), with_peers=True)
     assert (alone["vs_best_peer_125m_min"], alone["vs_transformers_min"]) == (None, 2.0)
+
+
+def test_dtypes_and_levels_are_compared_in_their_own_rounds() -> None:
+    int8, fp32 = M1._replace(dtype="int8"), M1._replace(dtype="fp32")
+    found = samples(M1, B1, baton=[1.0], vllm_cpu=[0.9]) + samples(fp32, B1, baton=[2.0], vllm_cpu=[0.8])
+    for level, times in {"": (0.5, 1.0), " avx2": (1.0, 3.0)}.items():
+        names = (f"baton{level}", f"baton bf16{level}")
+        found += [Sample(int8, name, B1, 0, value) for name, value in zip(names, times, strict=True)]
+    figures = ratios(Measured([*found, Sample(int8, "llama.cpp", B1, 0, 0.25)]), with_peers=True)
+    assert figures["int8_vs_bf16_125m_1t_native_B1@128"] == 2.0
+    assert figures["int8_vs_bf16_125m_1t_avx2_B1@128"] == 3.0
+    assert figures["int8_vs_llama.cpp_125m_1t_native_B1@128"] == 0.5
+    assert figures["vs_best_peer_125m_min"] == figures["vs_best_peer_125m_min_bf16"] == 0.8, "of 16 or 32 bits"
+    assert figures["vs_best_peer_125m_min_fp32"] == 0.4

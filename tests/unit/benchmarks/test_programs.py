@@ -24,6 +24,7 @@ PAGES = "determinism disaggregation engine local-prefill overload quantized rout
 PAGE_OF = {name: name for name in PAGES} | dict.fromkeys(("disaggregation-1b", "disaggregation-vllm"), "disaggregation")
 PAGE_OF |= dict.fromkeys(("soak-soak", "soak-control"), "faults") | {
     "kv_int8": "kv_int8",
+    "engine-dtypes": "engine",
     "quantized-quality": "quantized",
 }
 PAGE_OF |= dict.fromkeys(("determinism-levels", "determinism-agreement"), "determinism")
