@@ -98,7 +98,7 @@ def test_a_wrong_cpu_level_is_refused_before_anything_starts(monkeypatch, tmp_pa
     monkeypatch.setattr(demo, "configure_logging", lambda *_: None)  # would change other tests' logs
     done = CliRunner().invoke(app, [*command, "-c", "configs/no-ray.yaml"])
     assert isinstance(done.exception, ConfigError), done.output
-    allowed = "native, none, avx2, avx-vnni, avx512, avx512-vnni, avx512-bf16"
+    allowed = "native, none, neon, avx2, avx-vnni, avx512, avx512-vnni, avx512-bf16"
     assert str(done.exception) == f"BATON_CPU_LEVEL (environment): must be one of {allowed}, got 'avx9'"
     assert list(tmp_path.iterdir()) == []
 
