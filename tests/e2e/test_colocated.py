@@ -14,7 +14,7 @@ CHUNK = 48
 CONFIG = "configs/colocated.yaml"
 SETS = f"""
     model.path=oracle model.max_model_len=2048 decode.max_batched_tokens={CHUNK}
-    router.queue.max_wait_s=60 ledger.lease_s=3 ledger.heartbeat_s=0.2
+    router.queue.max_wait_s=60
 """.split()
 ANSWER: dict[str, Any] = {"ignore_eos": True, "temperature": 0.8, "seed": 7}
 

@@ -14,7 +14,7 @@ from tests.support.waiting import eventually
 from tools.history_check import check
 
 pytestmark = pytest.mark.slow
-QUICK = ("ledger.lease_s=3", "ledger.heartbeat_s=0.2")
+QUICK = ("ledger.heartbeat_s=0.2",)
 SETS = ("model.path=oracle", "model.max_model_len=512", "router.queue.max_wait_s=60", "prefill.replicas=2", *QUICK)
 SERVED = {"whole", "left"}
 WITHIN_S = "90"

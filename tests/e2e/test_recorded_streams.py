@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 BLOCK = 16
 PROMPT = list(range(40, 50))
 EDGE = BLOCK - len(PROMPT)  # the token that fills the first block
-SETS = (HANDED_OVER, "decode.replicas=2", "ledger.lease_s=3", "ledger.heartbeat_s=0.5", "router.queue.max_wait_s=60")
+SETS = (HANDED_OVER, "decode.replicas=2", "ledger.lease_s=6", "ledger.heartbeat_s=0.5", "router.queue.max_wait_s=60")
 
 
 @pytest.fixture(scope="module")

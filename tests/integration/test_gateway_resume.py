@@ -3,7 +3,7 @@
 import json
 import re
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from baton.core import HandoffId
-from baton.errors import LedgerError
+from baton.errors import ConfigError, LedgerError
 from baton.ledger.ownership import OwnershipRecord, RecordState
 from baton.tokenizer import OracleTokenizer
 from router.openai import responses
@@ -72,7 +72,12 @@ class Two:
         """Stop the first router and start the other one. The workers continue."""
         await self.router.stop(grace_s=0.0)
         settings = replace(self.cluster.settings, name="second", grpc=self.router.grpc)
-        self.router = await serve(settings, self.cluster.source, OracleTokenizer(), streams=self.find)
+
+        async def started():
+            with suppress(ConfigError):  # gRPC closes the listener a moment after the first router's stop
+                return await serve(settings, self.cluster.source, OracleTokenizer(), streams=self.find)
+
+        self.router = await until(started, "the port is free")
         await until(lambda: sum(link.usable for link in self.router.context.pool.links) == 2, "it reaches the workers")
         self.decode.open("hold")
 
