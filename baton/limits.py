@@ -63,6 +63,8 @@ MAX_HTTP_PROMPTS = 128
 MAX_HTTP_COUNTS = 1024  # numbers of an event's id, which comes back in a header
 MAX_HTTP_TOOLS = 128
 
+MAX_KEPT_CALLS = 1024  # complete calls whose streams decode workers keep for their callers
+
 MAX_WATCHERS = 16
 MAX_SHOWN_REQUESTS = 200
 

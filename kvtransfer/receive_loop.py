@@ -227,14 +227,12 @@ class ReceiveLoop:
 
     def _checked_packet(self, command: pb.PeerCommand) -> Frame | Listing:
         if command.HasField("blocks"):
-            return self.checked_places(command.blocks, self.inbound)
+            return self._checked_places(command.blocks)
         return self.checked(command.frame, self.inbound)
 
-    def checked_places(self, message: pb.PoolBlocks, known: Mapping[HandoffId, IncomingHandoff]) -> Listing:
-        """Return the places if they are in the sender's pool and of a handoff in `known`. Raises FrameRefused. Called
-        like `checked`.
-        """
-        inbound, pool = known.get(convert.handoff_from_pb(message.handoff)), self._pool
+    def _checked_places(self, message: pb.PoolBlocks) -> Listing:
+        """Return the places if they are in the sender's pool and of an accepted handoff. Raises FrameRefused."""
+        inbound, pool = self.inbound.get(convert.handoff_from_pb(message.handoff)), self._pool
         if inbound is None or pool is None:
             raise FrameRefused("places in the sender's pool belong to no accepted handoff of a one-sided channel")
         total, most = pool.total_blocks, -(-inbound.known_tokens // pool.block_size)

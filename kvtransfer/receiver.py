@@ -146,7 +146,8 @@ class Session:
 
     def _take_places(self, message: pb.PoolBlocks) -> None:
         self._refuse_if_controlled("places")
-        self._receive_loop.queue.put(self._receive_loop.checked_places(message, self._receive_loop.open))
+        # Checked by the thread: after an error of its own it has no pool, and a check here would hide that error.
+        self._receive_loop.queue.put(pb.PeerCommand(blocks=message))
 
     def _refuse_if_controlled(self, what: str) -> None:
         if self._receive_loop.queue.control_socket is not None:

@@ -202,7 +202,7 @@ class Router:
         """Reject new requests, give running ones `grace_s`, end the rest with NoWorker, and close. Decode workers go on
         with resumable ones.
         """
-        self.context.running.accepting = False
+        self.context.running.stop()
         # Closes the listener and sends GOAWAY, so that new calls go to another router.
         closing = asyncio.create_task(self._public.stop(grace_s + 2 * _CLOSING_S))
         for watch in self._watches:
@@ -213,9 +213,7 @@ class Router:
         leaving = [asyncio.create_task(self._gateway.stop(grace_s + _CLOSING_S))] if self._gateway is not None else []
         if self.context.running:
             await asyncio.wait([call.task for call in self.context.running], timeout=grace_s)
-        for call in self.context.running:
-            call.handing_over = True
-            call.end(NoWorker("this router is stopping"))
+        self.context.running.hand_over(NoWorker("this router is stopping"))
         self._admin.live.close()
         if leaving:  # HTTP answers end after their gRPC calls
             await asyncio.wait(leaving, timeout=_CLOSING_S)

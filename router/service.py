@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import cast
 
@@ -85,8 +85,7 @@ class Inference(InferenceServicer):
             completed.ClearField("spans")  # the client has received them
             call.observer.ended(request, None, **MessageToDict(completed, preserving_proto_field_name=True))
             if _has_key(context, KEEPS):
-                await _left(within_s)
-                call.handing_over = not self._running.accepting  # then this router stops, and another one continues
+                await self._running.keep(call)
         finally:
             call.release()
 
@@ -159,12 +158,6 @@ class Inference(InferenceServicer):
             thinking_chunk=pool.thinking_chunk() or 0,
         )
         return pb.ListModelsReply(models=[model])
-
-
-async def _left(within_s: float) -> None:
-    """Wait until the client cancels its call, which is complete. Then no worker has to keep its stream any more."""
-    with suppress(asyncio.CancelledError, TimeoutError):  # nothing follows in this task
-        await asyncio.wait_for(asyncio.Event().wait(), within_s)
 
 
 def _has_key(context: Context, key: str) -> bool:

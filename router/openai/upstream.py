@@ -374,9 +374,9 @@ class Streams:
     async def __aexit__(self, *exception: object) -> None:
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
         for call in self._complete:
             call.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def next(self, within_s: float | None) -> Event | None:
         """Return the next event; None after the end of all calls. Raises BatonError, or TimeoutError (`within_s`)."""

@@ -6,10 +6,11 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import count
 
 from baton.errors import BatonError, Cancelled
+from baton.limits import MAX_KEPT_CALLS
 from baton.tracing.trace import TraceContext
 from router.auth.tokens import Grant
 from router.parsing.generate_request import ParsedRequest
@@ -89,6 +90,7 @@ class RunningRequests:
     def __init__(self) -> None:
         self.accepting = True
         self.arrivals = count()
+        self._kept, self._stopping = 0, asyncio.Event()
         self._running: set[ClientCall] = set()
         self._named: dict[tuple[str, str], ClientCall] = {}  # by tenant, and request id or idempotency key
 
@@ -97,6 +99,28 @@ class RunningRequests:
 
     def __iter__(self) -> Iterator[ClientCall]:
         return iter(self._running)
+
+    async def keep(self, call: ClientCall) -> None:
+        """Keep a complete call, and so its streams at decode workers, until its client cancels it or this router stops.
+        Returns immediately if too many are kept.
+        """
+        if self._kept < MAX_KEPT_CALLS:
+            self._kept += 1
+            with suppress(asyncio.CancelledError, TimeoutError):  # the task ends after this
+                await asyncio.wait_for(self._stopping.wait(), call.within_s)
+            self._kept -= 1
+        call.handing_over = not self.accepting
+
+    def stop(self) -> None:
+        """Accept no call from now on, and keep no complete one."""
+        self.accepting = False
+        self._stopping.set()
+
+    def hand_over(self, reason: BatonError) -> None:
+        """End all calls with `reason`, and let another router continue them."""
+        for call in self._running:
+            call.handing_over = True
+            call.end(reason)
 
     @asynccontextmanager
     async def registered(self, call: ClientCall, key: str) -> AsyncIterator[None]:

@@ -1,5 +1,6 @@
 """Streams over HTTP that outlive their router: ids of events, and `Last-Event-ID` at another router."""
 
+import asyncio
 import json
 import re
 import time
@@ -8,19 +9,25 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import openai
 import pytest
 
+from baton.client._retry import KEEPS
 from baton.core import HandoffId
 from baton.errors import ConfigError, LedgerError
 from baton.ledger.ownership import OwnershipRecord, RecordState
+from baton.rpc.v1 import common_pb2
+from baton.rpc.v1 import inference_pb2 as pb
 from baton.tokenizer import OracleTokenizer
 from router.openai import responses
 from router.openai.server import GatewaySettings, HttpServer
 from router.parsing import chat
+from router.request import client_request
 from router.server import serve
 from tests.integration.access_support import TOKENS, token_file
 from tests.integration.gateway_support import HELLO
+from tests.support.time_factor import scaled
 from tests.support.waiting import until
 
 SENT, HELD = 12, 7
@@ -256,6 +263,37 @@ async def test_choices_that_ended_before_the_loss_are_repeated(two, body, most):
     rest = await all_events(two.router.http, path, body, after=id_of(seen[-1]))
     assert choices_of(seen + rest) == choices_of(whole)
     assert two.cluster.prefill[0].count("prefill") == computed, "nothing is computed again"
+
+
+async def complete_call(cluster):
+    """Return a call of which all events have come, and whose caller wants its stream to be kept."""
+    sampling = common_pb2.Sampling(max_tokens=2)
+    request = pb.GenerateRequest(token_ids=common_pb2.TokenIds(ids=[1, 2]), sampling=sampling, resumable_s=30.0)
+    call = cluster.stub.Generate(request, metadata=((KEEPS, "1"),))
+    async for event in call:
+        if event.WhichOneof("event") == "completed":
+            return call
+
+
+async def test_a_router_that_stops_does_not_wait_for_complete_calls(two):
+    call = await complete_call(two.cluster)
+    assert two.decode.count("release") == 0, "its stream is kept"
+    async with asyncio.timeout(scaled(20)):  # less than the time for running requests
+        await two.router.stop(grace_s=scaled(600))
+    assert two.decode.count("release") == 0, "another router may continue it"
+    assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_so_many_complete_calls_are_kept(two, monkeypatch):
+    monkeypatch.setattr(client_request, "MAX_KEPT_CALLS", 1)
+    kept, beyond = await complete_call(two.cluster), await complete_call(two.cluster)
+    assert await beyond.code() is grpc.StatusCode.OK
+    await until(lambda: two.decode.count("release") == 1, "no worker keeps its stream")
+    assert not kept.done()
+    kept.cancel()
+    await until(lambda: two.decode.count("release") == 2, "the other one is released, too")
+    last = await complete_call(two.cluster)
+    assert (last.done(), two.decode.count("release")) == (False, 2), "there is room again"
 
 
 async def test_a_prompt_without_an_event_begins_with_the_resumed_stream(two):

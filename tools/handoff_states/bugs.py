@@ -81,7 +81,7 @@ BUGS = (
     Bug("a released push goes on", PrefillWorker, "_drop", "self._pusher.abort(handoff)", "pass"),
     # The router
     Bug("no fence after a failure", Attempt, "_failed", "self._placement.decode.send(", "dict("),
-    Bug("no release of the decode worker", Attempt, "__aexit__", "decode.send(", "dict("),
+    Bug("no release of the decode worker", Attempt, "__aexit__", "partial(decode.send", "partial(dict"),
     Bug("no release of the prefill worker", Attempt, "__aexit__", "prefill.send(", "dict("),
     Bug("a repeated token is delivered", Delivery, "merge", "token.index == len(self.ids) and not self._early", "True"),
     Bug(

@@ -125,6 +125,12 @@ CAPS: tuple[Cap, ...] = (
     Cap("numbers in the `id` of an event", limits.MAX_HTTP_COUNTS, "numbers", "events have no `id`"),
     Cap("`tools` of an HTTP request", limits.MAX_HTTP_TOOLS, "tools", "400 naming the field"),
     Cap(
+        "complete parts of unfinished HTTP answers, for a router",
+        limits.MAX_KEPT_CALLS,
+        "parts",
+        "further ones cannot be resumed",
+    ),
+    Cap(
         "watchers of a router, through `Admin.Watch` and `/live`",
         limits.MAX_WATCHERS,
         "watchers",

@@ -35,3 +35,11 @@ def test_a_command_to_a_dead_worker_is_not_copied():
 def test_a_planted_bug_is_found(bug):
     with replaced(), bug.planted():
         assert search_here(events=6, faults=1, seconds=600).violation
+
+
+def test_each_bug_can_be_planted():
+    """`planted` raises an error if the product's source has changed."""
+    for bug in BUGS:
+        with bug.planted():
+            method = vars(bug.owner)[bug.method]
+        assert vars(bug.owner)[bug.method] is not method
