@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -70,6 +71,7 @@ def generate(engine: Engine, spec: SequenceSpec) -> Generation:
 log = structlog.get_logger(__name__)
 EVERY_S = 2.0
 DEFAULT_BLOCK = 16  # tokens
+FREE_TRIES, FREE_PAUSE_S = 100, 0.02
 GB = 1e9
 
 
@@ -165,10 +167,16 @@ def use_threads(settings: WorkerSettings) -> None:
         torch.set_num_threads(settings.threads)
 
 
-def free_memory() -> None:
-    """Free a retired engine's KV cache and CUDA graphs, which `build_engine` excluded from collection."""
+def free_memory(kv: Callable[[], object]) -> None:
+    """Free a retired engine's cache and CUDA graphs, which `build_engine` excluded from collection. `kv` returns None
+    when the cache is freed. While another thread collects, a collection here does nothing, so it is repeated.
+    """
     gc.unfreeze()
-    gc.collect()
+    for _ in range(FREE_TRIES):
+        gc.collect()
+        if kv() is None:
+            break
+        time.sleep(FREE_PAUSE_S)
     torch.cuda.empty_cache()  # no-op without CUDA
 
 

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -65,6 +66,7 @@ class _Model:
 
     def __init__(self) -> None:
         self._loaded: tuple[WorkerSettings, ModelBackend] | None = None
+        self._kv: Callable[[], object] = lambda: None  # of the last engine, while it exists
 
     def engine(self, settings: WorkerSettings) -> Engine:
         """Build a new engine. Loads the weights again only if the settings require it; raises the errors of loading."""
@@ -73,12 +75,14 @@ class _Model:
             if why := reasons_to_load(self._loaded[0], settings):
                 log.info("model_loads_anew", worker=settings.worker_id, reasons=why)
                 self.close()
-            free_memory()
+            free_memory(self._kv)
         if self._loaded is None:
             self._loaded = settings, load_backend(settings)
         backend = self._loaded[1]
         backend.layout = replace(backend.layout, block_size=block_size_of(settings, thinking_chunk(backend)))
-        return build_engine(settings, backend)
+        engine = build_engine(settings, backend)
+        self._kv = weakref.ref(engine.kv)
+        return engine
 
     def close(self) -> None:
         if self._loaded is not None:

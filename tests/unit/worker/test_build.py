@@ -4,7 +4,9 @@ Also tests the log of loading a model, and the shape of verify passes: from the 
 """
 
 import asyncio
+import gc
 import json
+import threading
 import weakref
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -43,6 +45,7 @@ from baton.worker.lifecycle import _info
 from baton.worker.process import _Model, reasons_to_load
 from baton.worker.settings import from_config, located, of_both_roles
 from kvtransfer.transports.select import make_transports
+from tests.support.time_factor import scaled
 from tests.unit.model.checkpoints import LATENT, edit_config, thinking_checkpoint
 
 DEMO = Path(__file__).parents[3] / "models/demo"
@@ -352,6 +355,45 @@ def test_who_and_where_it_is_stays(both):
         for role, settings in both(*addresses, begins=begins).items():
             assert (settings.worker_id, settings.role) == ("prefill-7", role)
             assert (settings.listen, settings.advertise) == (listen, advertise)
+
+
+@pytest.fixture
+def no_collections():
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collections")
+def test_memory_is_freed_although_another_thread_collects(monkeypatch):
+    """A collection returns without an effect while another thread is in one, here in a finalizer of its garbage."""
+    collect, inside, tried = gc.collect, threading.Event(), threading.Event()
+
+    class Garbage:
+        def __init__(self, finalizer=lambda: None):
+            self.me, self.finalizer = self, finalizer
+
+        def __del__(self):
+            self.finalizer()
+
+    def tried_once():
+        found = collect()
+        tried.set()
+        return found
+
+    def stay():
+        inside.set()
+        tried.wait(scaled(30))
+
+    Garbage(stay)
+    other = threading.Thread(target=collect)
+    other.start()
+    assert inside.wait(scaled(30))
+    kv = weakref.ref(Garbage())
+    monkeypatch.setattr(gc, "collect", tried_once)
+    engine_factory.free_memory(kv)
+    other.join()
+    assert kv() is None
 
 
 @pytest.mark.slow
