@@ -9,6 +9,7 @@ always changes the sum; swapped, torn or stale blocks do except for one chance i
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -75,7 +76,7 @@ class OracleBackend:
         likely = [32 <= column < 127 or column in self.tokenizer.eos_ids for column in range(self.vocab_size)]
         self._bias = torch.tensor([0.0 if common else RARE for common in likely], device=self.device)
         self._columns = torch.arange(1, self.vocab_size + 1, device=self.device) * signed64(GOLDEN64)
-        self._seen: tuple[KVCache, list[Tensor]] | None = None
+        self._seen: tuple[weakref.ref[KVCache], list[Tensor]] | None = None
         self._scratch = _Scratch(self.device)
 
     def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
@@ -175,9 +176,9 @@ class OracleBackend:
     def _views(self, kv: KVCache) -> list[Tensor]:
         """Return the tensors of a cache as int64 [layers, blocks, block_size, words]."""
         seen = self._seen
-        if seen is None or seen[0] is not kv:
+        if seen is None or seen[0]() is not kv:
             with torch.inference_mode(False):  # as in `_Scratch`
-                self._seen = seen = kv, [tensor.flatten(3).view(torch.int64) for tensor in kv.tensors]
+                self._seen = seen = weakref.ref(kv), [tensor.flatten(3).view(torch.int64) for tensor in kv.tensors]
         return seen[1]
 
     def _constants(self) -> tuple[Tensor, Tensor, Tensor]:

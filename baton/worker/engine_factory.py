@@ -71,7 +71,7 @@ def generate(engine: Engine, spec: SequenceSpec) -> Generation:
 log = structlog.get_logger(__name__)
 EVERY_S = 2.0
 DEFAULT_BLOCK = 16  # tokens
-FREE_TRIES, FREE_PAUSE_S = 100, 0.02
+FREE_TRIES, FREE_PAUSE_S = 10, 0.1
 GB = 1e9
 
 
@@ -170,6 +170,7 @@ def use_threads(settings: WorkerSettings) -> None:
 def free_memory(kv: Callable[[], object]) -> None:
     """Free a retired engine's cache and CUDA graphs, which `build_engine` excluded from collection. `kv` returns None
     when the cache is freed. While another thread collects, a collection here does nothing, so it is repeated.
+    A cache that something still refers to is logged.
     """
     gc.unfreeze()
     for _ in range(FREE_TRIES):
@@ -177,6 +178,8 @@ def free_memory(kv: Callable[[], object]) -> None:
         if kv() is None:
             break
         time.sleep(FREE_PAUSE_S)
+    else:
+        log.warning("old_cache_in_use", tries=FREE_TRIES)
     torch.cuda.empty_cache()  # no-op without CUDA
 
 

@@ -83,6 +83,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "process_started": (_ALL, "the whole config of the process, without secrets; `gpus` is CUDA_VISIBLE_DEVICES"),
         "model_loading": (_BOTH, "progress, every few seconds"),
         "model_loaded": (_BOTH, "the model is in memory; `dtype`: that of the KV; `resident_gb`: the whole process"),
+        "old_cache_in_use": (_BOTH, "after a change of role the old KV cache is not freed; its memory stays in use"),
         "model_loads_anew": (_BOTH, "the new role needs other weights"),
         "worker_ready": (_BOTH, "the worker is registered and serves"),
         "router_joined": (_BOTH, "a router opened its stream"),

@@ -396,6 +396,14 @@ def test_memory_is_freed_although_another_thread_collects(monkeypatch):
     assert kv() is None
 
 
+def test_a_cache_that_stays_in_use_is_logged_and_does_not_stop_the_worker(monkeypatch):
+    monkeypatch.setattr(engine_factory, "FREE_PAUSE_S", 0.0)
+    used = object()
+    with capture_logs() as logs:
+        engine_factory.free_memory(lambda: used)
+    assert [entry["event"] for entry in logs] == ["old_cache_in_use"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("again", [False, True])
 def test_the_old_pool_is_freed_before_the_next_one_is_made(both, monkeypatch, again):
