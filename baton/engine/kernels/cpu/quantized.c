@@ -8,6 +8,7 @@
 #define PANEL 16
 #define QUAD 4 /* steps of K in one 32-bit lane */
 #define Q_VECTORS (PANEL / QLANES) /* of one panel */
+#define AHEAD 4096                 /* bytes; the processor's own prefetches are too few for 4 bits and one row */
 
 #if defined(__aarch64__)
 #define QLANES 4
@@ -210,6 +211,8 @@ INLINE void q_group(ints (*acc)[QWIDE], const uint8_t *w, long panel_bytes, cons
             __asm__("" : "+r"(here)); /* the second half is loaded again */
 #pragma GCC unroll 8
             for (int j = 0; j < nv; j++) {
+                if (mr == 1 && bits == 4 && !half && j % Q_VECTORS == 0)
+                    fetch_near(here + j / Q_VECTORS * panel_bytes + AHEAD);
                 wv[j] = q_load(here + j / Q_VECTORS * panel_bytes + j % Q_VECTORS * (64 / Q_VECTORS));
                 wv[j] = bits == 8 ? q_weight8(wv[j]) : q_and(half ? q_high(wv[j]) : wv[j], mask);
             }
@@ -270,9 +273,10 @@ INLINE void q_tile(const product_args *a, long m, long p, const int mr, const in
     }
 }
 
-/* All rows with panels [p, end). Few variants, because each takes a second to compile. */
+/* All rows with panels [p, end). Few variants, because each takes a second to compile. One row takes one panel after
+ * the other, because weights in memory order are read fastest. */
 INLINE void q_panels(const product_args *a, long p, long end, const int bits) {
-    for (; p + QWIDE / Q_VECTORS <= end; p += QWIDE / Q_VECTORS) {
+    for (; a->rows > 1 && p + QWIDE / Q_VECTORS <= end; p += QWIDE / Q_VECTORS) {
         long m = 0;
         for (; m + QROWS <= a->rows; m += QROWS) q_tile(a, m, p, QROWS, QWIDE, bits);
         for (; m + 2 <= a->rows; m += 2) q_tile(a, m, p, 2, QWIDE, bits);
