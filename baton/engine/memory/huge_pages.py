@@ -12,13 +12,13 @@ from torch import Tensor
 
 HUGE_PAGE = 2 * 2**20
 CACHE_LINE = 64
-SMALL = 2**20  # smaller tensors take ordinary memory
+SMALL = 2**15  # smaller tensors take ordinary memory
 CHUNK = 64 * 2**20
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Arena:
-    """An allocator of uninitialised CPU tensors, 64-byte aligned, on huge pages from 1 MiB. On ordinary pages, threads
+    """An allocator of uninitialised CPU tensors, 64-byte aligned, on huge pages from 32 KiB. On ordinary pages, threads
     that stream weights wait for address translation instead of memory. Memory becomes resident when written and is
     freed with the last tensor of its mapping. A tensor of 32 MiB or more has its own mapping, which begins at a huge
     page; smaller tensors share mappings of 64 MiB.
