@@ -29,7 +29,9 @@ class ModelBackend(Protocol):
         """Return what else the bits of fixed forwards depend on: the kernels for `rows`, and the number of ranks."""
 
     def steady_rows(self) -> int:
-        """Return up to how many rows the kernels give a row the same bits in every fixed shape (tested at startup)."""
+        """Return up to how many rows the kernels give a row the same bits in every fixed shape (tested at startup). It
+        is `kernels.base.ANY_ROWS` if the number of rows never matters.
+        """
 
     def make_cache(self, total_blocks: int, *, exposed: bool = False) -> KVCache:
         """Create the cache that `forward` takes, with finite values. The previous one must not be used again. Processes

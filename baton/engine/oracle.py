@@ -19,6 +19,7 @@ from torch import Tensor
 
 from baton.core import KVLayout, SequenceSpec
 from baton.engine.batch import Batch
+from baton.engine.kernels.base import ANY_ROWS
 from baton.engine.kv_cache import KVCache, exposed_memory
 from baton.engine.models.thinking import Thinker
 from baton.engine.sampling.noise import GOLDEN64, mix64, mix64_tensor, signed64
@@ -83,7 +84,7 @@ class OracleBackend:
         return ()  # integers are never rounded
 
     def steady_rows(self) -> int:
-        return 1 << 30  # more than any batch has
+        return ANY_ROWS - 1  # prompts stay on the grid, as with weights in floating point
 
     def make_cache(self, total_blocks: int, *, exposed: bool = False) -> KVCache:
         self._seen = None

@@ -237,7 +237,7 @@ def deterministic(plan: Plan, rng: random.Random) -> Plan:
         replace(worker, strays=strays, shapes=rng.choice((shapes,) * 6 + (other, None))) for worker in plan.workers
     ]
     workers = [replace(worker, shapes=shapes) if worker.worker_id.endswith("-0") else worker for worker in workers]
-    workers = [_exact(worker, rng.choice((0, 0, 2, 64))) for worker in workers]
+    workers = [_exact(worker, rng.choice((0, 0, 2, 64)), rng.random() < 0.3) for worker in workers]
     asks = [_deterministic(ask, rng) for ask in plan.asks[:5]]
     if crowded:
         workers = [replace(w, blocks=10, running=8) if w.role is Role.DECODE else w for w in workers]
@@ -245,9 +245,11 @@ def deterministic(plan: Plan, rng: random.Random) -> Plan:
     return replace(plan, workers=workers, asks=asks)
 
 
-def _exact(worker: WorkerPlan, rows: int) -> WorkerPlan:
-    """Make decode steps of up to `rows` rows exact, without a verify pass. The bits stay the same."""
-    return worker if worker.shapes is None else replace(worker, shapes=replace(worker.shapes, exact_rows=rows))
+def _exact(worker: WorkerPlan, rows: int, everywhere: bool) -> WorkerPlan:
+    """Make decode steps of up to `rows` rows exact, or all forwards, without a verify pass. The bits stay the same."""
+    if worker.shapes is None:
+        return worker
+    return replace(worker, shapes=replace(worker.shapes, exact_rows=rows, everywhere=everywhere))
 
 
 def _deterministic(ask: Ask, rng: random.Random) -> Ask:

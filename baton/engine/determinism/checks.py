@@ -25,6 +25,7 @@ from baton.clock import SystemClock
 from baton.core import KVLayout
 from baton.engine.batch import Batch
 from baton.engine.determinism.shapes import SHORT, SHORT_UNTIL, FixedShapes
+from baton.engine.kernels.base import ANY_ROWS
 from baton.engine.kernels.cpu.compiler import machine
 from baton.engine.kernels.cpu.kernel_choice import name_others
 from baton.engine.kernels.cpu.tuning import alternate
@@ -84,13 +85,13 @@ def checked_shapes(backend: ModelBackend, shapes: FixedShapes) -> FixedShapes | 
     clock = SystemClock()
     began = clock.monotonic()
     backend.nondeterminism = backend.nondeterminism or check_fixed(backend, shapes)
-    found = None if backend.nondeterminism else replace(shapes, exact_rows=exact_rows(backend, shapes))
+    found = None if backend.nondeterminism else _with_exact_steps(backend, shapes)
     seconds = round(clock.monotonic() - began, 3)
     if found is None:
         log.warning("fixed_forwards_vary", reason=backend.nondeterminism, seconds=seconds)
     else:
         sizes = {"rows": found.rows, "tokens": found.tokens, "exact_rows": found.exact_rows}
-        log.info("fixed_forwards_checked", **sizes, seconds=seconds)
+        log.info("fixed_forwards_checked", **sizes, everywhere=found.everywhere, seconds=seconds)
     return found
 
 
@@ -110,6 +111,15 @@ def exact_rows(backend: ModelBackend, shapes: FixedShapes) -> int:
     if found:
         log.warning("decode_steps_vary", reason=found)
     return 0 if found else most
+
+
+def _with_exact_steps(backend: ModelBackend, shapes: FixedShapes) -> FixedShapes:
+    found = replace(shapes, exact_rows=exact_rows(backend, shapes))
+    if not found.exact_rows or backend.steady_rows() < ANY_ROWS:
+        return found
+    if varies := _Checker(backend, shapes).mixtures():
+        log.warning("decode_steps_vary", reason=varies)
+    return replace(found, everywhere=not varies)
 
 
 class _Checker:
@@ -160,6 +170,25 @@ class _Checker:
             same = torch.equal(self._forward(rows, list(range(count))), logits[offsets])
             if not same or not torch.equal(self._kv_of(self._blocks, first, 2 * width), cache):
                 return f"tokens have other {'KV' if same else 'logits'} in a decode step of {count} rows"
+        return ""
+
+    def mixtures(self) -> str:
+        """Compare those tokens in forwards with chunks of other sequences, cut in two at any place."""
+        width, first = 2 * self._shapes.tokens, self._from
+        logits, cache = self._reference()
+        for cut in (1, width // 3, width - 1):
+            found = []
+            for start, count in ((0, cut), (cut, width - cut)):
+                mine = FixedRow(self._tokens(0, first + start, count), first + start, self._blocks)
+                others = [
+                    FixedRow(self._tokens(cut + row, 0, width // 2), cut, blocks)
+                    for row, blocks in enumerate(self._others, 3)
+                ]
+                before = sum(len(other.tokens) for other in others)
+                found.append(self._forward([*others, mine], list(range(before, before + count))))
+            same = torch.equal(torch.cat(found), logits)
+            if not same or not torch.equal(self._kv_of(self._blocks, first, width), cache):
+                return f"tokens have other {'KV' if same else 'logits'} in chunks of {cut} and then {width - cut}"
         return ""
 
     def _reference(self) -> tuple[Tensor, Tensor]:

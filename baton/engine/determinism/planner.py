@@ -79,6 +79,11 @@ class VerifiedProgress(SequencePolicy):
         self.final, self.ended, self.waited = 0, False, 0
 
 
+@dataclass(frozen=True, slots=True)
+class ExactForwards(SequencePolicy):
+    """Policy of a deterministic sequence where every forward is exact: it is in fixed forwards, but of any shape."""
+
+
 def progress_of(sequence: Sequence) -> VerifiedProgress:
     """Return the progress of a deterministic sequence."""
     progress = sequence.policy(VerifiedProgress)
@@ -147,8 +152,10 @@ class Part(NamedTuple):
 
 def split_exact(work: list[ScheduledSequence], rows: int) -> list[Part]:
     """Return the forwards of an ordinary batch: exact ones for sequences that need that, filled up to `rows` with other
-    decode sequences, and one more for the rest.
+    decode sequences, and one more for the rest. A sequence of which every forward is exact makes that of the batch so.
     """
+    if any(item.sequence.policy(ExactForwards) is not None for item in work):
+        return [Part(work, True)]
     needing = [item for item in work if rows and _final(item)]
     if not needing:
         return [Part(work, False)]

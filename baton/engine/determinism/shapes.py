@@ -3,7 +3,8 @@
 A row has the same bits in every slot of one fixed shape, whatever the other rows are. So prompts are computed on a
 grid, each chunk in its own forward, and output tokens are drawn from verify passes of exactly `rows` x `tokens`. Tokens
 that the ordinary batch drew are candidates until then. Some kernels give a row the same bits in every shape up to
-`exact_rows` rows. There a decode step with final KV is *exact*: its token needs no verification.
+`exact_rows` rows. There a decode step with final KV is *exact*: its token needs no verification. Products of integers
+give the same bits in every shape. With them every forward is exact, and deterministic requests need none of their own.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class FixedShapes:
     rows: int = 2
     tokens: int = 32
     exact_rows: int = 0  # decode steps of up to so many rows give the bits of a verify pass; 0 means none
+    everywhere: bool = False  # every forward gives those bits, so prompts leave the grid and no pass is planned
     stalls: bool = False  # for comparisons: verify immediately, even if others wait
 
     def __post_init__(self) -> None:

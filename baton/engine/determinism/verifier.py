@@ -18,7 +18,7 @@ from torch import Tensor
 
 from baton.core import Token
 from baton.engine.batch import Batch
-from baton.engine.determinism.planner import VerifiedProgress, progress_of
+from baton.engine.determinism.planner import ExactForwards, VerifiedProgress, progress_of
 from baton.engine.determinism.shapes import CandidateTokens, FixedShapes
 from baton.engine.kernels.select import fused_draw
 from baton.engine.kv_cache import KVCache
@@ -127,12 +127,16 @@ class FixedForwards:
         self, backend: ModelBackend, shapes: FixedShapes, max_blocks: int, spare: int, thoughts: Thoughts | None = None
     ) -> None:
         self._backend, self._shapes, self._thoughts = backend, shapes, thoughts
+        self._everywhere = shapes.everywhere and thoughts is None  # reading thoughts is not a product of integers
         self._inputs = FixedInputs(backend, shapes, max_blocks, spare)
         self._sampler = Sampler(fused_draw(backend.device))
         self._began = 0.0  # start of the last forward
 
     def begin(self, request: Request, prompt: int) -> None:
         sequence = request.sequence
+        if self._everywhere:
+            sequence.policies = (*sequence.policies, ExactForwards())
+            return
         progress = VerifiedProgress(self._shapes, prompt, sequence.known, sequence.computed, holds=bool(request.hold))
         sequence.policies = (*sequence.policies, progress)
         request.progress, request.draft = progress, CandidateTokens(request.choice)

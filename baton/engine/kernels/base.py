@@ -15,6 +15,7 @@ from torch import Tensor
 from baton.engine.batch import Batch
 from baton.engine.kernels.quantized import QuantizedWeight
 
+ANY_ROWS = 1 << 30  # more than any forward has
 Splits = Literal["auto", "load", "load_bf16"]
 """How decode attention splits contexts. `auto` keeps all threads busy. `load` makes more splits for fewer sequences, as
 GPU servers do, and `load_bf16` also rounds their results to bfloat16.
@@ -127,7 +128,9 @@ class Kernels(Protocol):
         """Return the products with weights [experts, width, K], or None if experts are computed one by one."""
 
     def steady_rows(self, heads: Sequence[int]) -> int:
-        """Return the most rows for which a row's bits do not depend on their number, or 0, for these heads."""
+        """Return the most rows for which a row's bits do not depend on their number, for these heads: 0 for none,
+        ANY_ROWS if no product depends on it.
+        """
 
     def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
         """Return the facts behind the bits of fixed forwards of `rows`, but torch, threads, device. Call it last."""

@@ -15,6 +15,7 @@ import torch
 from baton.engine.determinism import checks
 from baton.engine.determinism.checks import VerifyShapeTimes, bits_fingerprint, check_fixed, exact_rows, measure_passes
 from baton.engine.determinism.shapes import FixedShapes
+from baton.engine.kernels.base import ANY_ROWS
 from baton.engine.kernels.cpu.compiler import Machine
 from baton.engine.kernels.cpu.kernel_choice import Choice, Profile
 from baton.engine.kernels.cpu.ops import CpuKernels
@@ -196,6 +197,29 @@ def test_decode_steps_that_vary_are_not_exact(where, reason):
         assert checks.checked_shapes(Spoilt(where), replace(SHAPES, exact_rows=64)) == SHAPES
     assert [line["event"] for line in logs] == ["decode_steps_vary", "fixed_forwards_checked"]
     assert logs[0]["reason"].endswith(reason)
+
+
+def by_mixture(batch, kv, logits):
+    if len(set(batch.query_lens)) > 1:
+        logits[-1] += 1e-6
+
+
+def by_kv_of_mixture(batch, kv, logits):
+    if len(set(batch.query_lens)) > 1 and len(logits) > 1:
+        kv.k.view(torch.int32)[-1].flatten(0, 1)[batch.slot_mapping[-1]] ^= 1
+
+
+@pytest.mark.parametrize(
+    ("where", "reason"),
+    [(None, None), (by_mixture, "other logits in chunks of 1 and then"), (by_kv_of_mixture, "other KV in chunks of 1")],
+)
+def test_every_forward_is_exact_only_if_chunks_beside_others_are(where, reason):
+    backend: Any = OracleBackend() if where is None else Spoilt(where)
+    backend.steady_rows = lambda: ANY_ROWS
+    with structlog.testing.capture_logs() as logs:
+        found = checks.checked_shapes(backend, replace(SHAPES, exact_rows=64))
+    assert found == replace(SHAPES, exact_rows=64, everywhere=reason is None)
+    assert [reason in line["reason"] for line in logs if line["event"] == "decode_steps_vary"] == [True] * bool(reason)
 
 
 @pytest.mark.parametrize(("asked", "found"), [(0, 0), (1, 1), (40, 40), (64, 64), (256, 64)])

@@ -116,7 +116,7 @@ def test_any_mix_with_little_room_and_any_mistakes(data):
     draw = data.draw
     backend = Tampered(draw(st.sets(st.integers(0, 200), max_size=60)))
     shapes = FixedShapes(*draw(st.sampled_from([(1, 32), (2, 16), (4, 8), (8, 4), (16, 2)])))
-    shapes = replace(shapes, exact_rows=draw(st.sampled_from([0, 0, 1, 3, 64])))
+    shapes = replace(shapes, exact_rows=draw(st.sampled_from([0, 0, 1, 3, 64])), everywhere=draw(st.booleans()))
     engine = engine_of(
         backend,
         shapes=shapes,
@@ -210,6 +210,15 @@ def test_cached_blocks_are_used_up_to_the_grid_and_kept_apart():
     ):
         answers(engine, [spec_of("q" * 200, deterministic=deterministic)])
         assert engine.counters.cached_tokens == cached
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_where_every_forward_is_exact_prompts_have_none_of_their_own(everywhere):
+    backend, specs = Tampered(range(400)), [spec_of("x" * 70, max_tokens=20), spec_of("y" * 40, max_tokens=20)]
+    engine = engine_of(backend, total_blocks=64, shapes=replace(SHAPES, exact_rows=64, everywhere=everywhere))
+    assert answers(engine, specs) == [backend.expected(each) for each in specs]
+    assert nothing_verified(engine)
+    assert (((70, 40), 2) in backend.shapes) == everywhere
 
 
 def test_others_go_on_between_verify_passes():

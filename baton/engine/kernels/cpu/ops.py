@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.batch import Batch
-from baton.engine.kernels.base import HeadNorms, Linear, Rotation, Splits
+from baton.engine.kernels.base import ANY_ROWS, HeadNorms, Linear, Rotation, Splits
 from baton.engine.kernels.cpu.attention import CompiledAttention, is_compiled, strides_of, struct_fields
 from baton.engine.kernels.cpu.compiler import chosen_level, load_library
 from baton.engine.kernels.cpu.kernel_choice import FLAT_ROWS, Choice, Profile
@@ -134,7 +134,6 @@ class _Side(NamedTuple):
 ELEMENTS = {torch.bfloat16: "bf16", torch.float32: "f32"}
 GATES = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 NO_GATE = -1
-ANY_ROWS = 1 << 30
 
 
 class CpuKernels:
@@ -224,7 +223,7 @@ class CpuKernels:
             return 0
         return min(
             (_pinned(self.profile.choice(*shape)).flat_rows for shape in self.shapes),
-            default=FLAT_ROWS if self._quantized_shapes else 0,
+            default=ANY_ROWS if self._quantized_shapes else 0,
         )
 
     def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
