@@ -4,7 +4,7 @@ A row has the same bits in every slot of one fixed shape, whatever the other row
 grid, each chunk in its own forward, and output tokens are drawn from verify passes of exactly `rows` x `tokens`. Tokens
 that the ordinary batch drew are candidates until then. Some kernels give a row the same bits in every shape up to
 `exact_rows` rows. There a decode step with final KV is *exact*: its token needs no verification. Products of integers
-give the same bits in every shape. With them every forward is exact, and deterministic requests need none of their own.
+give the same bits in every shape. Then every forward is exact, and deterministic requests need none of their own.
 """
 
 from __future__ import annotations
