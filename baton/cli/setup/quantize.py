@@ -30,8 +30,14 @@ class Bits(StrEnum):
 To = Annotated[Bits, typer.Option(help="int8: one scale per output; int4: one per 32 inputs of an output")]
 
 
-def quantize(folder: Path, out: Path, to: To = Bits.int8) -> None:
+Compare = Annotated[
+    Path | None, typer.Option(help="a text: print how far the copy's predictions of its tokens are from the original's")
+]
+
+
+def quantize(folder: Path, out: Path, to: To = Bits.int8, compare: Compare = None) -> None:
     """Write a copy of a checkpoint with weights in 8 or 4 bits. Baton reads it, and transformers if it is dense."""
+    from baton.cli.setup.quantised_quality import compare_checkpoints, pieces_of
     from baton.engine.models.checkpoint import weight_files
     from baton.engine.models.config import read_config
 
@@ -41,6 +47,7 @@ def quantize(folder: Path, out: Path, to: To = Bits.int8) -> None:
         raise ConfigError(f"{folder}: a model can be quantised if {why}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out}: exists already")
+    pieces = None if compare is None else pieces_of(compare, folder)
     part = out.with_name(out.name + ".part")
     try:
         shutil.rmtree(part, ignore_errors=True)
@@ -56,6 +63,8 @@ def quantize(folder: Path, out: Path, to: To = Bits.int8) -> None:
         shutil.rmtree(part, ignore_errors=True)  # gone unless something failed
     size, before = (sum(file.stat().st_size for file in weight_files(one)) for one in (out, folder))
     typer.echo(f"{out} has {size / 1e6:,.1f} MB of weights instead of {before / 1e6:,.1f} MB")
+    if pieces is not None:
+        typer.echo(f"{compare}: {compare_checkpoints(folder, out, pieces)}")
 
 
 def _convert(source: Path, target: Path, to: str) -> dict[str, int]:
