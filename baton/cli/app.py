@@ -7,7 +7,18 @@ from collections.abc import Callable
 import typer
 
 from baton.cli.cluster.operate import drain, restart, scale
-from baton.cli.cluster.up import controller, decode_worker, demo, down, gateway, prefill_worker, pull, router, up
+from baton.cli.cluster.up import (
+    controller,
+    decode_worker,
+    demo,
+    down,
+    gateway,
+    prefill_worker,
+    pull,
+    router,
+    serve,
+    up,
+)
 from baton.cli.inspect.logs import logs
 from baton.cli.inspect.status import status, top
 from baton.cli.inspect.trace import trace
@@ -42,6 +53,8 @@ COMMANDS += [
     plan,
     quantize,
 ]
+# `serve` answers options of `vllm serve` by itself.
+app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(serve)
 for command in COMMANDS:  # in the order in which `--help` lists them
     app.command()(command)
 app.add_typer(config_app, name="config")

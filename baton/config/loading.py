@@ -109,6 +109,7 @@ def _located(line: str, file: Path, lines: Mapping[str, int], origins: Mapping[s
     """Put where it was written in front of an error that begins with a key, or with an origin already."""
     key = line.partition(": ")[0]
     parents = [key[: len(key) - len(tail)] for tail in _tails(key)]
+    parents += [path for path in origins if path.startswith(f"{key}.") and key not in lines]
     if (origin := next((origins[parent] for parent in parents if parent in origins), None)) is not None:
         return f"{origin}: {line}"
     if line.startswith(("--set ", ENV_PREFIX)):

@@ -4,6 +4,7 @@ It is pinned, does not run as root, and names only existing files. system.sh doe
 and apt.
 """
 
+import json
 import os
 import re
 import shlex
@@ -17,6 +18,7 @@ from fnmatch import fnmatchcase
 from itertools import dropwhile
 from pathlib import Path
 from typing import NamedTuple
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -235,7 +237,17 @@ def test_the_steps_make_something_that_serves(tmp_path: Path, borrows: bool):
         assert checked.stdout.startswith(f"{file}: ok"), checked.stdout + checked.stderr
     shown = image.call(["baton", "config", "show", str(home / "configs" / "local.yaml")], elsewhere)
     assert f"path: {home}/models/demo" in shown.stdout
-    answered = image.call(["baton", "demo", "-c", str(home / "configs" / "no-ray.yaml")], elsewhere)
-    assert answered.returncode == 0, answered.stdout + answered.stderr
-    assert "can vary widely" in answered.stdout
+    free = [word for listener in ("grpc", "metrics") for word in ("--set", f"router.{listener}=127.0.0.1:0")]
+    model = ["baton", "serve", str(home / "models" / "demo"), "--port", "0", "--detach"]
+    image.env["BATON_HOME"] = str(tmp_path / "state")
+    served = image.call([*model, *free], elsewhere)
+    try:
+        assert served.returncode == 0, served.stdout + served.stderr
+        url = re.findall(r"curl -s (\S+)/chat/completions", served.stdout)[0]
+        asked = Request(f"{url}/completions", json.dumps({"prompt": "The color of dog", "temperature": 0}).encode())
+        asked.add_header("content-type", "application/json")
+        with urlopen(asked) as answer:
+            assert "can vary widely" in json.loads(answer.read())["choices"][0]["text"]
+    finally:
+        image.call(["baton", "down"], elsewhere)
     assert files(home) == before, "the image must do without writing in itself"

@@ -93,22 +93,27 @@ def _output(argv: Sequence[str], stop: Stop) -> tuple[int, str]:
     return process.returncode, output
 
 
-def up(file: Path, sets: Sequence[str], stop: Stop, *, detach: bool, as_json: bool) -> None:
-    """Start a cluster and return when it has ended, or with `detach` when it is ready."""
+Announce = Callable[[ClusterState, ClusterConfig], None]
+
+
+def up(file: Path, sets: Sequence[str], stop: Stop, *, detach: bool, announce: Announce) -> None:
+    """Start a cluster and return when it has ended, or with `detach` when it is ready. Calls `announce` then."""
     raise_open_files()  # child processes inherit it
     config = load_config(file, sets, os.environ)
     with located(file, sets, os.environ):
-        _up(config, file, sets, stop, detach=detach, as_json=as_json)
+        _up(config, file, sets, stop, announce, detach=detach)
 
 
-def _up(config: ClusterConfig, file: Path, sets: Sequence[str], stop: Stop, *, detach: bool, as_json: bool) -> None:
+def _up(
+    config: ClusterConfig, file: Path, sets: Sequence[str], stop: Stop, announce: Announce, *, detach: bool
+) -> None:
     check_tokens(config)
     cpu_level()  # reject a wrong level now, because each worker would reject it later
     gpus = host_gpus(config)
     check_gpus(config, gpus)  # before the model is downloaded
     check_model(config, gpus)
     if detach:
-        _detach(config, gpus, file, sets, stop, as_json=as_json)
+        _detach(config, gpus, file, sets, stop, announce)
         return
     copy = StateFolder(config.name).logs / f"{SUPERVISOR}.log"
     configure_logging("warning", "auto", SUPERVISOR, copy)
@@ -122,7 +127,7 @@ def _up(config: ClusterConfig, file: Path, sets: Sequence[str], stop: Stop, *, d
         def ready(state: ClusterState) -> None:
             shown()
             report_ready({"name": state.name})
-            announce(state, config, as_json=as_json)
+            announce(state, config)
 
         run_cluster(config, stop, ready)
 
@@ -176,13 +181,15 @@ def make_control(config: ClusterConfig, folder: StateFolder, gpus: Sequence[str]
     return LocalControl(config, RayPlacement(given, WorkerActor, role_factories(), start, folder.logs, named=named))
 
 
-def announce(state: ClusterState, config: ClusterConfig, *, as_json: bool) -> None:
+def announce_json(state: ClusterState, _: ClusterConfig) -> None:
+    """Print the cluster's addresses and process ids as JSON."""
+    addresses = {"name": state.name, "grpc": state.grpc, "admin": state.admin, "metrics": state.metrics}
+    addresses |= {"http": state.http} if state.http else {}
+    typer.echo(json.dumps(addresses | {"pids": {name: p.pid for name, p in state.processes.items()}}))
+
+
+def announce(state: ClusterState, config: ClusterConfig) -> None:
     """Print the cluster's addresses, and how to use it."""
-    if as_json:
-        addresses = {"name": state.name, "grpc": state.grpc, "admin": state.admin, "metrics": state.metrics}
-        addresses |= {"http": state.http} if state.http else {}
-        typer.echo(json.dumps(addresses | {"pids": {name: p.pid for name, p in state.processes.items()}}))
-        return
     typer.echo(f"cluster {state.name!r} is ready: {sizes_text(config.prefill.replicas, config.decode.replicas)}")
     typer.echo(f"  gRPC     {state.grpc}")
     typer.echo(f"  admin    {state.admin}")
@@ -201,7 +208,7 @@ def announce(state: ClusterState, config: ClusterConfig, *, as_json: bool) -> No
 
 
 def _detach(
-    config: ClusterConfig, gpus: Sequence[str], file: Path, sets: Sequence[str], stop: Stop, *, as_json: bool
+    config: ClusterConfig, gpus: Sequence[str], file: Path, sets: Sequence[str], stop: Stop, announce: Announce
 ) -> None:
     """Start `baton up` in its own session, and wait until it is ready or has failed."""
     folder = StateFolder(config.name)
@@ -229,7 +236,7 @@ def _detach(
         raise typer.Exit(exit_code(error)) from None
     state = folder.read_state()
     if state is not None:
-        announce(state, config, as_json=as_json)
+        announce(state, config)
 
 
 def _printed(output: Path) -> str:

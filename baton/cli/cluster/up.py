@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from baton.cli.cluster.vllm_options import reject_unknown
 from baton.cli.importing import uncollected
 from baton.cli.options import LOCAL, ClusterName, ConfigFile, Json, Sets
 from baton.core import Role
@@ -36,7 +37,48 @@ def up(config: ConfigFile = LOCAL, sets: Sets = None, detach: Detach = False, as
     with uncollected():
         from baton.cli.cluster import launch
 
-    launch.up(config, sets or [], stop, detach=detach, as_json=as_json)
+    launch.up(config, sets or [], stop, detach=detach, announce=launch.announce_json if as_json else launch.announce)
+
+
+def serve(  # noqa: PLR0913, PLR0917  (the options of a command line)
+    context: typer.Context,
+    model: Annotated[str | None, typer.Argument(help="a folder or a Hub name (default: the demo model)")] = None,
+    prefill: Annotated[int | None, typer.Option("--prefill", help="prefill workers (default: 1)")] = None,
+    decode: Annotated[int | None, typer.Option("--decode", help="decode workers (default: 1)")] = None,
+    host: Annotated[str | None, typer.Option("--host", help="of HTTP (default: 127.0.0.1)")] = None,
+    port: Annotated[int | None, typer.Option("--port", min=0, max=65535, help="of HTTP (default: 8000)")] = None,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", envvar="BATON_API_KEY", help="that requests must have; kept as a hash")
+    ] = None,
+    max_model_len: Annotated[str | None, typer.Option("--max-model-len", help="tokens, or auto")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="auto, float32 or bfloat16")] = None,
+    quantize: Annotated[str | None, typer.Option("--quantize", help="int8 or int4, on CPUs")] = None,
+    device: Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or cuda:N")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="the cluster's name (default: serve)")] = None,
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="a cluster file under these options")] = None,
+    sets: Sets = None,
+    detach: Detach = False,
+) -> None:
+    """Serve a model: `baton serve FOLDER`, or `baton serve Qwen/Qwen3-0.6B --port 8000`. Ctrl-C stops it."""
+    from baton.cluster.signals import stop_on_signals
+
+    reject_unknown(context.args, [option for each in context.command.params for option in each.opts])
+    stop = stop_on_signals()
+    with uncollected():
+        from baton.cli.cluster.serve_model import ServeOptions
+        from baton.cli.cluster.serve_model import serve as start
+
+    keys = (
+        ("--prefill", "prefill.replicas", prefill),
+        ("--decode", "decode.replicas", decode),
+        ("--max-model-len", "model.max_model_len", max_model_len),
+        ("--dtype", "model.dtype", dtype),
+        ("--quantize", "model.quantize", quantize),
+        ("--device", "prefill.device", device),
+        ("--device", "decode.device", device),
+    )
+    options = ServeOptions(model, config, tuple(sets or ()), name, host, port, api_key, keys)
+    start(options, stop, detach=detach)
 
 
 def pull(model: str) -> None:

@@ -117,7 +117,7 @@ def test_a_plan_that_needs_more_gpus_than_there_are_is_refused_before_anything_s
     monkeypatch.setenv("BATON_HOME", str(tmp_path / "home"))
     (file := tmp_path / "c.yaml").write_text("model: {path: hf:org/never-fetched}\nprefill: {device: cpu}\n")
     with pytest.raises(ConfigError, match=r"decode\.device: cuda:99: .* need GPU 99, and this host has \d+"):
-        launch.up(file, ["decode.device=cuda:99"], Stop(), detach=detach, as_json=False)
+        launch.up(file, ["decode.device=cuda:99"], Stop(), detach=detach, announce=launch.announce)
     assert not (tmp_path / "home").exists()
 
 

@@ -1,0 +1,76 @@
+"""Options of `vllm serve` that `baton serve` lacks, with the words of Baton for the same (docs/how-to/from-vllm.md)."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+import typer
+
+NONE = "Baton has no such option"
+BOTH = "--set prefill.{0} --set decode.{0}"
+THERE = {
+    "--revision": "MODEL@REVISION",
+    "--download-dir": "the environment variable HF_HOME",
+    "--gpu-memory-utilization": BOTH.format("kv_memory=SIZE"),
+    "--kv-cache-memory-bytes": BOTH.format("kv_memory=SIZE"),
+    "--block-size": BOTH.format("block_size=N"),
+    "--max-num-seqs": BOTH.format("max_running=N"),
+    "--max-num-batched-tokens": BOTH.format("max_batched_tokens=N"),
+    "--enable-chunked-prefill": "always on",
+    "--enable-prefix-caching": "on by default; " + BOTH.format("prefix_cache=false"),
+    "--no-enable-prefix-caching": BOTH.format("prefix_cache=false"),
+    "--scheduling-policy": "always by priority; a higher number runs first",
+    "--tensor-parallel-size": BOTH.format("tensor_parallel=N"),
+    "-tp": BOTH.format("tensor_parallel=N"),
+    "--data-parallel-size": "--decode N",
+    "-dp": "--decode N",
+    "--api-server-count": "--set router.replicas=N",
+    "--distributed-executor-backend": "--set ray.address=local",
+    "--quantization": "--quantize int8 or int4; quantised checkpoints need no option",
+    "-q": "--quantize int8 or int4; quantised checkpoints need no option",
+    "--kv-cache-dtype": "--set model.kv_dtype=int8",
+    "--kv-transfer-config": "not needed: prefill and decode are separate already; --set transfer.transport=NAME",
+    "--ssl-certfile": "--set security.tls=FOLDER",
+    "--ssl-keyfile": "--set security.tls=FOLDER",
+    "--ssl-ca-certs": "--set security.tls=FOLDER",
+    "--otlp-traces-endpoint": "--set tracing.otlp=URL",
+    "--enable-log-requests": "--set log.level=debug; prompts are never logged",
+    "--uvicorn-log-level": "--set log.level=LEVEL",
+    "--seed": "the field seed of each request",
+    "--enable-auto-tool-choice": "always on",
+    "--tool-call-parser": "found in the chat template",
+    "--structured-outputs-config": "always llguidance",
+    "--max-logprobs": "always 20",
+    "--enforce-eager": "not needed: graphs are captured where they work",
+    "--tokenizer": "read from the checkpoint's folder",
+    "--chat-template": "read from the checkpoint's folder",
+    "--hf-overrides": "edit config.json",
+    "--rope-scaling": "edit config.json",
+    "--load-format": "always safetensors",
+    "--trust-remote-code": "never: no code of a checkpoint runs",
+    "--reasoning-parser": NONE,
+    "--generation-config": NONE,
+    "--served-model-name": NONE,
+    "--allowed-origins": NONE,
+    "--root-path": NONE,
+    "--enable-lora": NONE,
+    "--speculative-config": NONE,
+    "--limit-mm-per-prompt": NONE,
+    "--cpu-offload-gb": NONE,
+    "--pipeline-parallel-size": NONE,
+    "-pp": NONE,
+}
+
+
+def reject_unknown(words: Sequence[str], options: Sequence[str]) -> None:
+    """Raise typer.BadParameter for the first of the `words` that `baton serve` left over. `options` are its own."""
+    option = next((word.partition("=")[0] for word in words if word.startswith("-")), None)  # others may be its value
+    if option is not None:
+        known = THERE.get(option.replace("_", "-") if option.startswith("--") else option)
+        near = difflib.get_close_matches(option, options, n=1)
+        advice = f"did you mean {near[0]}?" if near else "see baton serve --help"
+        in_baton = known if known in {None, NONE} else f"an option of vLLM; in Baton: {known}"
+        raise typer.BadParameter(f"{option}: {in_baton or f'no such option; {advice}'}")
+    if words:
+        raise typer.BadParameter(f"{words[0]}: one model only")
