@@ -20,6 +20,10 @@ _LACKS = {
 _NO_THREAD = "can't start new thread"  # the RuntimeError of CPython's Modules/_threadmodule.c; it has no number
 
 
+# How every error about a sequence that is too long begins. OpenAI's clients look for these words.
+TOO_LONG = "this model's maximum context length is"
+
+
 class BatonError(Exception):
     """Base of all errors below. `retryable` is True if the same call may succeed later."""
 

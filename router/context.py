@@ -45,6 +45,8 @@ class RouterSettings:
     http: str | None = None  # None means no gateway in this process
     http_body: int = 2**20  # maximum bytes of an HTTP request body
     http_names: tuple[str, ...] = ()  # host names for a loopback listener without tokens
+    http_origins: tuple[str, ...] = ()  # sites whose pages may call the gateway
+    http_ignores_unknown: bool = False  # fields of bodies; otherwise they are rejected
     policy: str = "predicted"
     slo_ttft_s: float = 1.0  # the metrics count requests within both
     slo_itl_s: float = 0.1  # policy `predicted` also keeps to it where possible

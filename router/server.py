@@ -263,6 +263,8 @@ def _gateway(context: RouterContext, admin: Admin, look: Callable[[], Awaitable[
         refused=context.sinks.metrics.refused,
         waiting=max(MAX_HTTP_WAITING, settings.queue_max_requests),
         names=settings.http_names if context.tokens is None else None,
+        origins=settings.http_origins,
+        ignores_unknown=settings.http_ignores_unknown,
     )
     return HttpServer(settings.http or "", serving, share_port=settings.share_port)
 

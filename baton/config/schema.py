@@ -30,6 +30,7 @@ from baton.config.values import (
     Interface,
     Milliseconds,
     NodeLabels,
+    Origin,
     Processes,
     Rows,
     Seconds,
@@ -325,6 +326,13 @@ class RouterConfig(Section):
         default=(),
         description="host names, such as that of a proxy, that a loopback listener without tokens also accepts",
     )
+    http_origins: tuple[Origin, ...] = Field(
+        default=(), description="sites whose pages may use the HTTP API (CORS); * means all, only with tokens"
+    )
+    http_unknown: Literal["refuse", "ignore"] = Field(
+        default="refuse",
+        description="fields of HTTP requests that are unknown or not supported; ignored ones have no effect",
+    )
     metrics: Address = Field(default="127.0.0.1:9100", description="address for Prometheus")
     admin: Address = Field(default="127.0.0.1:0", description="address for operators: baton status, scale, drain")
     advertise: Host | None = Field(default=None, description="host that is reported for listeners on all addresses")
@@ -512,6 +520,8 @@ class ClusterConfig(Section):
         if self.transfer.transport not in KEPT_IN and not self.kv_is_encrypted:  # transfers listen where the workers do
             where = [f"{pool.interface}:0" if pool.interface else pool.listen for pool in pools.values()]
             addresses["transfer.transport"] = next((one for one in where if not is_loopback(one)), None)
+        if "*" in router.http_origins and security.tokens is None:
+            raise ValueError('router.http_origins: "*" is only allowed with security.tokens')
         keys = {"security.tls": security.tls, "security.tokens": security.tokens}
         given = [key for key, value in keys.items() if value is not None]
         problems = list(unsafe(addresses, given, security.allow_insecure))

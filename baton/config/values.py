@@ -98,6 +98,7 @@ SizeOrAuto = Annotated[
 Address = Annotated[
     str, BeforeValidator(parse_address), WithJsonSchema({"type": "string", "pattern": "^.+:[0-9]{1,5}$"})
 ]
+Origin = Annotated[str, Field(pattern=r"^(\*|https?://[A-Za-z0-9_.-]{1,253}(:[0-9]{1,5})?)$")]
 Host = Annotated[str, BeforeValidator(parse_host), WithJsonSchema({"type": "string", "pattern": f"^({HOST.pattern})$"})]
 Label = Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[A-Za-z0-9]([A-Za-z0-9_./-]*[A-Za-z0-9])?$")]
 NodeLabels = dict[Label, Label]

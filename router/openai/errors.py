@@ -10,7 +10,7 @@ import orjson
 from starlette.responses import Response
 
 from baton import errors
-from baton.errors import BatonError, InvalidRequest, Overloaded, Violation
+from baton.errors import TOO_LONG, BatonError, InvalidRequest, Overloaded, Violation
 
 JSON = "application/json"
 UNKNOWN, UNSUPPORTED = "unknown field", "not supported"
@@ -97,6 +97,8 @@ def _headers(error: BatonError) -> dict[str, str]:
 
 
 def _code(violation: Violation) -> str:
+    if TOO_LONG in violation.description:
+        return "context_length_exceeded"
     if violation.description.startswith(UNKNOWN):
         return "unknown_parameter"
     return "unsupported_parameter" if violation.description.startswith(UNSUPPORTED) else "invalid_value"

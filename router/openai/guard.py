@@ -11,26 +11,30 @@ from collections.abc import Collection
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.config.values import is_loopback_host
 from baton.limits import MAX_HTTP_HEADER_BYTES
 from router.openai.errors import HttpError, http_problem
 
+_EXPOSED = ("retry-after", "retry-after-ms", "x-should-retry")
 _OWN_SITE = {"same-origin", "none"}
 
 
-def guarded(app: ASGIApp, names: Collection[str] | None, *, loopback: bool) -> ASGIApp:
+def guarded(app: ASGIApp, names: Collection[str] | None, *, loopback: bool, origins: Collection[str] = ()) -> ASGIApp:
     """Wrap `app` to reject requests that fail a check. `names` are host names for a `loopback` listener, in addition to
-    loopback names; None means that tokens protect the paths.
+    loopback names; None means that tokens protect the paths. Pages of `origins` are not foreign; they get the headers
+    of CORS.
     """
+    app = CORSMiddleware(app, origins, ("GET", "POST"), ("*",), expose_headers=_EXPOSED) if origins else app
     known = None if names is None or not loopback else {name.strip("[]").lower() for name in names}
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
         try:
             _check_headers(scope)
             if names is not None:
-                _check_origin(scope, known)
+                _check_origin(scope, known, origins)
         except HttpError as error:
             await http_problem(error).response()(scope, receive, send)
         else:
@@ -51,13 +55,14 @@ def _check_headers(scope: Scope) -> None:
         raise HttpError(400, "ambiguous_length", text, closes=True)
 
 
-def _check_origin(scope: Scope, names: Collection[str] | None) -> None:
+def _check_origin(scope: Scope, names: Collection[str] | None, origins: Collection[str]) -> None:
     """Raise HttpError for a request of another site's page. Its links to the dashboard may be followed. Browsers always
     send a host name; it is not checked if `names` is None.
     """
     headers = Headers(scope=scope)
+    allowed = headers.get("origin") in origins
     followed = headers.get("sec-fetch-mode") == "navigate" and not scope["path"].startswith("/live")
-    if headers.get("sec-fetch-site", "none") not in _OWN_SITE and not followed:
+    if headers.get("sec-fetch-site", "none") not in _OWN_SITE and not (followed or allowed):
         raise HttpError(403, "cross_site", "cross-site requests are rejected, because no tokens are set")
     host = _host(headers)
     if names is not None and "host" in headers and not (_is_loopback(host) or host in names):

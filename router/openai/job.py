@@ -5,18 +5,19 @@ the prompts. `/v1/chat/completions` makes one call; the router renders the chat 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import orjson
 
 from baton.client._retry import RESUMABLE_S
-from baton.errors import InvalidRequest
+from baton.errors import InvalidRequest, Violation
 from baton.limits import MAX_HTTP_COUNTS
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from router.openai.choices import ChatFormat, ChoiceFormat, CompletionFormat, Json, ToolFormat
-from router.openai.schema import ChatBody, Common, CompletionBody, Message, Prompt, StreamOptions, Tool
+from router.openai.schema import ChatBody, Common, CompletionBody, Message, Prompt, StreamOptions, TokenizeBody, Tool
 from router.openai.tool_calls import forced_schema
 from router.openai.upstream import EventId, Rename, wrong_id
 
@@ -71,21 +72,52 @@ def chat_job(body: ChatBody, tool_form: str = "") -> Job:
     """Return the call for a chat body. `tool_form` is the model's tool-call syntax. Raises InvalidRequest."""
     given = body.max_completion_tokens is not None
     request = _base_request(body, body.max_completion_tokens if given else body.max_tokens)
-    called = {call.id: call.function.name for message in body.messages for call in message.tool_calls or ()}
-    request.chat.messages.extend(_turn(message, called.get(message.tool_call_id or "")) for message in body.messages)
-    if body.offered:
-        request.chat.tools = _json([_shown(tool) for tool in body.offered], "tools")
+    request.chat.CopyFrom(_chat(body.messages, body.offered, body.chat_template_kwargs, body.add_generation_prompt))
     schema = _schema(body, tool_form)
     if schema is not None:
         field = "tools" if body.forced else "response_format.json_schema.schema"
         request.constraint.json_schema = _json(schema, field)
     if body.logprobs:
         request.logprobs = body.top_logprobs or 0
-    names = _names("max_completion_tokens" if given else "max_tokens", forced=bool(body.forced))
+    names = _names("max_completion_tokens" if given else "max_tokens", _constrained_by(body))
     functions = [tool.function.name for tool in body.offered]
     parallel = body.parallel_tool_calls is not False
     shown = ToolFormat(tool_form, functions, parallel=parallel) if functions else ChatFormat()
     return _job(body, [request], shown, lambda _, field: _http_name(field, names), logprobs=bool(body.logprobs))
+
+
+TOKENIZED = {"text": "prompt", "ids": "tokens", "chat.messages": "messages", "chat.tools": "tools", "chat": "messages"}
+
+
+@contextmanager
+def http_names(names: dict[str, str]) -> Iterator[None]:
+    """Replace protocol fields in an InvalidRequest of the block by their HTTP `names`."""
+    try:
+        yield
+    except InvalidRequest as error:
+        named = (Violation(_http_name(each.field, names), each.description) for each in error.violations)
+        raise InvalidRequest(*named) from None
+
+
+def tokenize_call(body: TokenizeBody) -> pb.TokenizeRequest:
+    """Return the call for a body of `/tokenize`. Raises InvalidRequest."""
+    if body.messages is None:
+        return pb.TokenizeRequest(model=body.model or "", text=body.prompt or "")
+    chat = _chat(body.messages, body.tools or (), body.chat_template_kwargs, body.add_generation_prompt)
+    return pb.TokenizeRequest(model=body.model or "", chat=chat)
+
+
+def _chat(
+    messages: Sequence[Message], tools: Sequence[Tool], kwargs: Json | None, generation_prompt: bool | None
+) -> pb.ChatMessages:
+    called = {call.id: call.function.name for message in messages for call in message.tool_calls or ()}
+    chat = pb.ChatMessages(add_generation_prompt=generation_prompt)
+    chat.messages.extend(_turn(message, called.get(message.tool_call_id or "")) for message in messages)
+    if tools:
+        chat.tools = _json([_shown(tool) for tool in tools], "tools")
+    if kwargs is not None:
+        chat.template_kwargs = _json(kwargs, "chat_template_kwargs")
+    return chat
 
 
 def completion_job(body: CompletionBody) -> Job:
@@ -94,7 +126,8 @@ def completion_job(body: CompletionBody) -> Job:
 
     def rename(number: int, field: str) -> str:
         here = f"prompt[{number}]" if prompts[1:] else "prompt"
-        return _http_name(field, {"text": here, "token_ids": here, "prompt": here})
+        names = {"constraint": body.wanted_text[0]} if body.wanted_text else {}
+        return _http_name(field, names | {"text": here, "token_ids": here, "prompt": here})
 
     base = _base_request(body, body.max_tokens)
     if body.logprobs is not None:
@@ -126,6 +159,7 @@ def _base_request(body: Common, max_tokens: int | None) -> pb.GenerateRequest:
     return pb.GenerateRequest(
         model=body.model or "",
         sampling=sampling,
+        constraint=_constraint(body),
         client_tag=body.user or "",
         resumable_s=RESUMABLE_S if body.stream else 0.0,
         n=body.n,
@@ -135,6 +169,26 @@ def _base_request(body: Common, max_tokens: int | None) -> pb.GenerateRequest:
         priority=body.priority,
         cache_scope=body.cache_salt,
     )
+
+
+def _constraint(body: Common) -> pb.Constraint | None:
+    """Return the constraint of vLLM's fields. A schema may be JSON in a string, too."""
+    if body.wanted_text is None:
+        return None
+    field, wanted = body.wanted_text
+    if wanted.regex is not None:
+        return pb.Constraint(regex=wanted.regex)
+    if wanted.choice is not None:
+        return pb.Constraint(choices=pb.Choices(texts=wanted.choice))
+    shape = {"type": "object"} if wanted.json_schema is None else wanted.json_schema
+    return pb.Constraint(json_schema=shape if isinstance(shape, str) else _json(shape, field))
+
+
+def _constrained_by(body: ChatBody) -> str:
+    """Return the HTTP field that the call's constraint comes from."""
+    if body.forced:
+        return "tools"
+    return "response_format" if body.wanted_text is None else body.wanted_text[0]
 
 
 def _json(value: object, field: str) -> str:
@@ -153,10 +207,11 @@ def _http_name(field: str, more: dict[str, str]) -> str:
     return name
 
 
-def _names(limit: str, *, forced: bool) -> dict[str, str]:
-    """Return the HTTP names of the protocol fields of a chat request. `limit` is the HTTP name of `max_tokens`."""
-    wanted = {"constraint.json_schema": "tools", "constraint": "tools"} if forced else {"constraint": "response_format"}
-    prompt = {"chat.messages": "messages", "chat.tools": "tools"}
+def _names(limit: str, constraint: str) -> dict[str, str]:
+    """Return the HTTP names of the protocol fields of a chat request, of `max_tokens` and of its constraint."""
+    wanted = {"constraint.json_schema": constraint} if constraint == "tools" else {}
+    wanted |= {"constraint": constraint}
+    prompt = {"chat.messages": "messages", "chat.tools": "tools", "chat.template_kwargs": "chat_template_kwargs"}
     prompt |= dict.fromkeys(("chat", "text", "token_ids", "prompt"), "messages")
     return wanted | prompt | {"logprobs": "top_logprobs", "max_tokens": limit}
 
@@ -169,9 +224,12 @@ def _shown(tool: Tool) -> Json:
 
 
 def _turn(message: Message, name: str | None) -> pb.ChatMessage:
-    """Return a chat message. `name` is the function that a tool message answers; some templates need it."""
+    """Return a chat message. `name` is the function that a tool message answers; some templates need it. The name in
+    the message has precedence.
+    """
     role = "system" if message.role == "developer" else message.role  # templates use the older name
-    turn = pb.ChatMessage(role=role, content=message.content, name=name, tool_call_id=message.tool_call_id)
+    own = message.name if message.name is not None else name
+    turn = pb.ChatMessage(role=role, content=message.content, name=own, tool_call_id=message.tool_call_id)
     for call in message.tool_calls or ():
         turn.tool_calls.add(id=call.id, name=call.function.name, arguments=call.function.arguments)
     return turn

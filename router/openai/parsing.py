@@ -21,26 +21,44 @@ _NAMED = 16  # Reported mistakes; a long list does not help, and takes long to m
 _DRAIN = 16  # A too long body is read up to this multiple of the limit, so that the client reads the error.
 
 # OpenAI's fields that are known but not supported, with the values that request nothing.
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "add_special_tokens": (True,),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_whitespace_pattern": (),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1.0,),
+    "prompt_logprobs": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
 _REFUSED: Mapping[type[BaseModel], Mapping[str, tuple[object, ...]]] = {
-    CompletionBody: {"echo": (False,), "suffix": ("",)},
+    CompletionBody: {"echo": (False,), "suffix": ("",), **_NEUTRAL},
     ChatBody: {
+        **_NEUTRAL,
+        "add_special_tokens": (False,),
+        "best_of": (1,),
+        "continue_final_message": (False,),
+        "documents": (),
+        "echo": (False,),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "audio": (),
-        "metadata": ({},),
         "modalities": (["text"],),
         "prediction": (),
-        "prompt_cache_key": (),
         "reasoning_effort": (),
-        "safety_identifier": (),
-        "service_tier": ("auto", "default"),
-        "store": (False,),
-        "verbosity": (),
         "web_search_options": (),
     },
 }
 _NESTED: Mapping[str, type[BaseModel]] = {
     "stream_options": schema.StreamOptions,
+    "structured_outputs": schema.StructuredOutputs,
     "messages": schema.Message,
     "messages.tool_calls": schema.ToolCall,
     "messages.tool_calls.function": schema.CalledFunction,
@@ -53,7 +71,7 @@ _NESTED: Mapping[str, type[BaseModel]] = {
 B = TypeVar("B", bound=BaseModel)
 
 
-async def read_body(request: Request, kind: type[B], limit: int) -> B:
+async def read_body(request: Request, kind: type[B], limit: int, *, ignores_unknown: bool = False) -> B:
     """Return the body. Raises HttpError if it is not `application/json` of at most `limit` bytes, or InvalidRequest."""
     if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
         raise HttpError(415, "unsupported_media_type", "content-type: must be application/json", "content-type")
@@ -69,22 +87,25 @@ async def read_body(request: Request, kind: type[B], limit: int) -> B:
         raise HttpError(400, "body_incomplete", "body: the client disconnected before its end", "body") from None
     except TimeoutError:
         raise HttpError(408, "request_timeout", f"body: must be received within {MAX_HTTP_BODY_SECONDS} s") from None
-    return checked(data, kind)
+    return checked(data, kind, ignores_unknown=ignores_unknown)
 
 
-def checked(data: bytes, kind: type[B]) -> B:
-    """Parse and check the bytes of a body. Raises InvalidRequest."""
+def checked(data: bytes, kind: type[B], *, ignores_unknown: bool = False) -> B:
+    """Parse and check the bytes of a body. Fields that are unknown or not supported are errors, unless it
+    `ignores_unknown`. Raises InvalidRequest.
+    """
     try:
         tree = orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest.of("body", f"must be valid JSON: {error}") from None
     if not isinstance(tree, dict):
         raise InvalidRequest.of("body", "must be a JSON object")
-    neutral = _REFUSED[kind]
+    neutral = _REFUSED.get(kind, {})
     refused = [name for name in tree if name in neutral and not _requests_nothing(tree[name], neutral[name])]
-    violations = [Violation(name, f"{UNSUPPORTED} by this server") for name in refused]
+    violations = [Violation(name, f"{UNSUPPORTED} by this server") for name in refused if not ignores_unknown]
+    tree = {name: value for name, value in tree.items() if name not in neutral}
     try:
-        body = kind.model_validate({name: value for name, value in tree.items() if name not in neutral})
+        body = kind.model_validate(tree, extra="ignore" if ignores_unknown else None)
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False)[:_NAMED]
         raise InvalidRequest(*violations, *(_violation(each, kind) for each in found)) from None

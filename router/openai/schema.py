@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from baton.limits import MAX_CHOICES, MAX_HTTP_PROMPTS, MAX_HTTP_TOOLS
+from baton.limits import MAX_CHOICES, MAX_HTTP_NAME_CHARS, MAX_HTTP_PROMPTS, MAX_HTTP_TOOLS
 
 
 class Body(BaseModel):
@@ -155,6 +155,23 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
+class StructuredOutputs(Body):
+    """vLLM's constraints of an answer's text; exactly one is set."""
+
+    json_schema: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    json_object: Literal[True] | None = None
+    grammar: None = None
+    structural_tag: None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> StructuredOutputs:
+        if sum(value is not None for value in (self.json_schema, self.regex, self.choice, self.json_object)) != 1:
+            raise ValueError("must have exactly one of json, regex, choice and json_object")
+        return self
+
+
 class Common(Body):
     """Fields of both endpoints: OpenAI's first, then extensions."""
 
@@ -183,6 +200,28 @@ class Common(Body):
     deterministic: bool | None = None
     thoughts: bool | None = None
     think_while_decoding: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+
+    @property
+    def wanted_text(self) -> tuple[str, StructuredOutputs] | None:
+        """The constraint of vLLM's fields and the name of its field, or None."""
+        if self.structured_outputs is not None:
+            return "structured_outputs", self.structured_outputs
+        for name, key in (("guided_json", "json"), ("guided_regex", "regex"), ("guided_choice", "choice")):
+            if (value := self.model_dump(include={name})[name]) is not None:
+                return name, StructuredOutputs.model_validate({key: value})
+        return None
+
+    @model_validator(mode="after")
+    def _has_one_constraint(self) -> Common:
+        names = ("structured_outputs", "guided_json", "guided_regex", "guided_choice")
+        given = [name for name, value in self if name in names and value is not None]
+        if given[1:]:
+            raise ValueError(f"{given[1]}: cannot be combined with {given[0]}")
+        return self
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> Common:
@@ -224,7 +263,7 @@ class Message(Body):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_joined)]
-    name: None = None
+    name: Annotated[str | None, Field(max_length=MAX_HTTP_NAME_CHARS)] = None
     refusal: None = None
     annotations: list[None] | None = None
     audio: None = None
@@ -252,6 +291,13 @@ class Message(Body):
         if (value is None) == (info.data.get("role") == "tool"):
             raise ValueError("required with role tool and not allowed with other roles")
         return value
+
+
+class DetokenizeBody(Body):
+    """Body of `POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[TokenId]
 
 
 class JsonSchema(Body):
@@ -287,6 +333,16 @@ class ChatBody(Common):
     tools: Annotated[list[Tool], Field(max_length=MAX_HTTP_TOOLS)] | None = None
     tool_choice: Annotated[Any, AfterValidator(_tool_choice)] = None
     parallel_tool_calls: bool | None = None
+    # hints of OpenAI's API, which change no token
+    metadata: dict[str, str] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    # vLLM's
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
 
     @property
     def offered(self) -> list[Tool]:
@@ -306,6 +362,9 @@ class ChatBody(Common):
         wanted = self.response_format is not None and self.response_format.type != "text"
         if wanted and self.offered and not self.forced:
             raise ValueError("response_format: not supported with tools unless tool_choice is none or forces a call")
+        if self.wanted_text is not None and (wanted or self.offered):
+            other = "response_format" if wanted else "tools"
+            raise ValueError(f"{self.wanted_text[0]}: cannot be combined with {other}")
         called = set[str]()
         for place, message in enumerate(self.messages):
             called |= {call.id for call in message.tool_calls or ()}
@@ -315,4 +374,24 @@ class ChatBody(Common):
             raise ValueError("top_logprobs: only allowed with logprobs: true")
         if None not in {self.max_tokens, self.max_completion_tokens} and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens: must be omitted or equal to max_completion_tokens")
+        return self
+
+
+class TokenizeBody(Body):
+    """Body of `POST /tokenize`: a text, or a chat that the template of the model renders."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_HTTP_TOOLS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+
+    @model_validator(mode="after")
+    def _is_text_or_chat(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt: exactly one of prompt and messages must be set")
+        chat = "tools", "chat_template_kwargs", "add_generation_prompt"
+        if self.prompt is not None and (wrong := [name for name, value in self if name in chat and value is not None]):
+            raise ValueError(f"{wrong[0]}: only allowed with messages")
         return self

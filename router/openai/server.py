@@ -38,10 +38,10 @@ from router.openai.choices import Json
 from router.openai.connections import BoundedProtocol, TlsListener
 from router.openai.errors import JSON, HttpError, http_problem, problem_of
 from router.openai.guard import guarded
-from router.openai.job import Job, chat_job, completion_job, event_id
-from router.openai.parsing import read_body
+from router.openai.job import TOKENIZED, Job, chat_job, completion_job, event_id, http_names, tokenize_call
+from router.openai.parsing import B, read_body
 from router.openai.responses import Answer, AnswerResponse, RequestMetrics
-from router.openai.schema import ChatBody, CompletionBody
+from router.openai.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from router.openai.upstream import (
     LAST_EVENT_ID,
     Metadata,
@@ -77,6 +77,8 @@ class GatewaySettings:
     waiting: int = MAX_HTTP_WAITING  # requests that the router has not accepted yet
     refused: Callable[[BatonError], None] = lambda _: None  # counts a request beyond them in the router of this process
     names: tuple[str, ...] | None = ()  # for a loopback listener without tokens; None means that there are tokens
+    origins: tuple[str, ...] = ()  # sites whose pages may call it; "*" means all
+    ignores_unknown: bool = False  # fields that are unknown or not supported; otherwise they are rejected
 
 
 class Gateway:
@@ -90,7 +92,11 @@ class Gateway:
     def app(self) -> Starlette:
         routes = [
             Route("/v1/models", self.models),
+            Route("/v1/models/", self.models),
             Route("/v1/models/{name:path}", self.model),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/ping", self.health, methods=["GET", "POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/health", self.health),
@@ -105,7 +111,7 @@ class Gateway:
     async def completions(self, request: Request) -> Response:
         with RequestMetrics(SystemClock(), self._settings.counts) as measured:
             self._waiting.check()  # before the body costs anything
-            body = await read_body(request, CompletionBody, self._settings.max_body)
+            body = await self._read(request, CompletionBody)
             with self._waiting.entered() as leave:
                 name = body.model or (await self._served.get(_metadata(request))).id
                 return self._answering(request, completion_job(body), name, measured, leave)
@@ -113,7 +119,7 @@ class Gateway:
     async def chat(self, request: Request) -> Response:
         with RequestMetrics(SystemClock(), self._settings.counts) as measured:
             self._waiting.check()
-            body = await read_body(request, ChatBody, self._settings.max_body)
+            body = await self._read(request, ChatBody)
             with self._waiting.entered() as leave:
                 asks = body.offered or not body.model
                 served = await self._served.get(_metadata(request)) if asks else pb.Model()
@@ -130,6 +136,25 @@ class Gateway:
             if each.id == name:
                 return _json(self._model(each))
         raise UnknownModel(f"model {name[:128]!r} is not served; served: {', '.join(each.id for each in found)}")
+
+    async def tokenize(self, request: Request) -> Response:
+        """Return the token ids of a text or a chat, as vLLM does."""
+        self._waiting.check()
+        body, metadata = await self._read(request, TokenizeBody), _metadata(request)
+        served = await self._served.get(metadata)
+        with http_names(TOKENIZED):
+            ids = await self._upstream.encode(tokenize_call(body), metadata)
+        known = {"count": len(ids), "max_model_len": served.max_model_len, "tokens": list(ids)}
+        return _json(known | {"token_strs": None})
+
+    async def detokenize(self, request: Request) -> Response:
+        """Return the text of token ids, as vLLM does."""
+        self._waiting.check()
+        body = await self._read(request, DetokenizeBody)
+        call = pb.DetokenizeRequest(model=body.model or "", ids=body.tokens)
+        with http_names(TOKENIZED):
+            text = await self._upstream.text(call, _metadata(request))
+        return _json({"prompt": text})
 
     async def health(self, request: Request) -> Response:
         return Response("ok\n", media_type=_PLAIN)
@@ -152,6 +177,10 @@ class Gateway:
 
     async def version(self, request: Request) -> Response:
         return _json({"version": self._settings.version})
+
+    async def _read(self, request: Request, kind: type[B]) -> B:
+        settings = self._settings
+        return await read_body(request, kind, settings.max_body, ignores_unknown=settings.ignores_unknown)
 
     def _answering(
         self, request: Request, job: Job, model: str, measured: RequestMetrics, leave: Callable[[], None]
@@ -246,7 +275,7 @@ class HttpServer:
             self._upstream = Upstream([target], wire)
         app = Gateway(self._upstream, self._settings).app()
         config = uvicorn.Config(
-            guarded(app, self._settings.names, loopback=is_loopback(self.address)),
+            guarded(app, self._settings.names, loopback=is_loopback(self.address), origins=self._settings.origins),
             ws="none",
             lifespan="off",
             log_config=None,

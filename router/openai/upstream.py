@@ -103,8 +103,13 @@ class Upstream:
         return (await self._answer(lambda stub: stub.ListModels, request, metadata, _RETRIES)).models
 
     async def decode(self, ids: Sequence[int], metadata: Metadata) -> str:
-        request = pb.DetokenizeRequest(ids=ids)
+        return await self.text(pb.DetokenizeRequest(ids=ids), metadata)
+
+    async def text(self, request: pb.DetokenizeRequest, metadata: Metadata) -> str:
         return (await self._answer(lambda stub: stub.Detokenize, request, metadata, _RESUMES)).text
+
+    async def encode(self, request: pb.TokenizeRequest, metadata: Metadata) -> Sequence[int]:
+        return (await self._answer(lambda stub: stub.Tokenize, request, metadata, _RETRIES)).ids
 
     async def ready(self) -> bool:
         """Return True if the router responds and has a pair of workers."""

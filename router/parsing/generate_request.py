@@ -20,7 +20,7 @@ from typing import TypeAlias, TypeVar
 
 from baton import limits
 from baton.core import Sampling, SequenceSpec
-from baton.errors import InvalidRequest, Overloaded, UnknownModel, Violation
+from baton.errors import TOO_LONG, InvalidRequest, Overloaded, UnknownModel, Violation
 from baton.rpc import convert
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
@@ -272,10 +272,10 @@ def _does_not_fit(prompt: tuple[int, ...], message: pb.GenerateRequest, most: in
     if most is None:
         return []
     if len(prompt) + 1 > most:
-        return [Violation(field, f"{len(prompt)} tokens and one more do not fit the model's length of {most}")]
+        return [Violation(field, f"{TOO_LONG} {most} tokens; the prompt has {len(prompt)} and needs one more")]
     asked = message.sampling.max_tokens
     if message.sampling.HasField("max_tokens") and len(prompt) + asked > most:
-        text = f"{len(prompt)} prompt tokens + {asked} exceed the model's length of {most}"
+        text = f"{TOO_LONG} {most} tokens; {len(prompt)} prompt tokens + {asked} exceed it"
         return [Violation("sampling.max_tokens", f"{text}: at most {most - len(prompt)}")]
     return []
 

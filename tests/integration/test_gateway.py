@@ -147,7 +147,7 @@ async def test_leaving_cancels(cluster, gateway, held, streamed):
 @pytest.mark.parametrize(
     ("wrong", "param", "says"),
     [
-        ({"max_tokens": 3000}, "max_tokens", "length of 2048"),
+        ({"max_tokens": 3000}, "max_tokens", "maximum context length is 2048"),
         ({"max_tokens": 2**40}, "max_tokens", "less than"),
         ({"stop": ["x"] * 17}, "stop", "at most 16"),
         ({"user": "x" * 200}, "user", "at most 128"),
@@ -176,6 +176,36 @@ async def test_models(gateway):
     assert (model.id, model.object, model.owned_by, model.max_model_len) == ("oracle", "model", "baton", 2048)
     assert (await models.retrieve("oracle")).id == "oracle"
     await refused(openai.NotFoundError, models.retrieve("org/other"), "oracle")
+    assert await gateway.raw("GET", "/v1/models/") == await gateway.raw("GET", "/v1/models")
+
+
+async def test_tokens_of_a_text_or_a_chat_and_back(gateway):
+    async def post(path, **body):
+        status, _, answer = await gateway.raw("POST", path, json.dumps(body).encode())
+        return status, json.loads(answer)
+
+    ids = OracleTokenizer().encode("hello")
+    known = {"max_model_len": 2048, "token_strs": None}
+    assert await post("/tokenize", prompt="hello") == (200, {"count": len(ids), "tokens": ids, **known})
+    assert await post("/detokenize", tokens=ids) == (200, {"prompt": "hello"})
+    status, found = await post("/tokenize", messages=[{"role": "user", "content": "hello"}])
+    assert (status, bytes(found["tokens"])) == (200, b"user: hello\nassistant:")
+    status, found = await post("/detokenize", tokens=[70_000])
+    assert (status, found["error"]["param"]) == (400, "tokens")
+    assert (await post("/tokenize", prompt="x", model="other"))[0] == 404
+
+
+@cluster_with(http_origins=("https://there.example",))
+async def test_pages_of_listed_sites_may_ask(gateway):
+    page = {"origin": "https://there.example", "sec_fetch_site": "cross-site"}
+    asks = {"access_control_request_method": "POST", "access_control_request_headers": "authorization"}
+    status, headers, _ = await gateway.raw("OPTIONS", "/v1/completions", **page, **asks)
+    assert (status, headers["access-control-allow-origin"]) == (200, "https://there.example")
+    assert "authorization" in headers["access-control-allow-headers"]
+    status, headers, _ = await gateway.raw("GET", "/v1/models", **page)
+    assert (status, headers["access-control-allow-origin"]) == (200, "https://there.example")
+    status, headers, _ = await gateway.raw("GET", "/v1/models", **page | {"origin": "https://other.example"})
+    assert (status, "access-control-allow-origin" in headers) == (403, False)
 
 
 @cluster_with(version="1.2.3")
@@ -187,7 +217,7 @@ async def test_operations(cluster, gateway):
     async def ready(wanted):
         return await get("/ready") == wanted
 
-    assert await get("/health") == (200, "ok\n")
+    assert await get("/health") == await get("/ping") == (200, "ok\n")
     assert await get("/version") == (200, '{"version":"1.2.3"}')
     assert 'baton_build_info{cluster="test"' in (await get("/metrics"))[1]
     await until(lambda: ready((200, "ready\n")), "it is ready")

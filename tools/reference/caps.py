@@ -124,6 +124,7 @@ CAPS: tuple[Cap, ...] = (
     Cap("prompts of an HTTP request", limits.MAX_HTTP_PROMPTS, "prompts", "400 naming the field"),
     Cap("numbers in the `id` of an event", limits.MAX_HTTP_COUNTS, "numbers", "events have no `id`"),
     Cap("`tools` of an HTTP request", limits.MAX_HTTP_TOOLS, "tools", "400 naming the field"),
+    Cap("`messages[].name` of an HTTP request", limits.MAX_HTTP_NAME_CHARS, "characters", "400 naming the field"),
     Cap(
         "complete parts of unfinished HTTP answers, for a router",
         limits.MAX_KEPT_CALLS,

@@ -161,6 +161,8 @@ async def _serve_http(config: ClusterConfig, address: str, target: str) -> None:
         tls=config.security.tls,
         waiting=max(MAX_HTTP_WAITING, router.queue.max_requests),
         names=router.http_names if config.security.tokens is None else None,
+        origins=router.http_origins,
+        ignores_unknown=router.http_unknown == "ignore",
     )
     server = HttpServer(address, settings)
     await server.start(target)
@@ -204,6 +206,8 @@ def router_settings(config: ClusterConfig, index: int = 0) -> RouterSettings:
         http=router.http,
         http_body=router.http_body,
         http_names=router.http_names,
+        http_origins=router.http_origins,
+        http_ignores_unknown=router.http_unknown == "ignore",
         policy=router.policy,
         resumable_s=config.resumable_s,
         think_while_decoding=config.thinking.while_decoding,

@@ -52,7 +52,7 @@ THERE = {
     "--reasoning-parser": NONE,
     "--generation-config": NONE,
     "--served-model-name": NONE,
-    "--allowed-origins": NONE,
+    "--allowed-origins": "--set router.http_origins=[ORIGIN]",
     "--root-path": NONE,
     "--enable-lora": NONE,
     "--speculative-config": NONE,

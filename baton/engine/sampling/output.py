@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from baton.core import Finish, FinishReason, SequenceSpec, Token, TokenLogprobs
 from baton.engine.sampling.logits import Row
-from baton.errors import InvalidRequest
+from baton.errors import TOO_LONG, InvalidRequest
 from baton.structured_output import Grammars, Guide
 from baton.tokenizer import Detokenizer, Tokenizer
 
@@ -73,8 +73,8 @@ class OutputFactory:
         if not spec.prompt:
             raise InvalidRequest.of("prompt", "must have at least one token")
         if len(spec.prompt) >= self._max_model_len or len(spec) > self._max_model_len:
-            limit = f"these and at least one output token must fit in {self._max_model_len}"
-            raise InvalidRequest.of("prompt", f"has {len(spec)} tokens; {limit}")
+            limit = f"{TOO_LONG} {self._max_model_len} tokens"
+            raise InvalidRequest.of("prompt", f"{limit}; {len(spec)} and at least one output token do not fit")
         sampling = spec.sampling
         for field, ids in (
             ("prompt", spec.tokens),

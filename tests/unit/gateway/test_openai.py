@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import orjson
 import pytest
 
-from baton.errors import BatonError, InvalidRequest, NoWorker, Overloaded, Unauthenticated, Violation
+from baton.errors import TOO_LONG, BatonError, InvalidRequest, NoWorker, Overloaded, Unauthenticated, Violation
 from baton.metrics import Metrics
 from baton.rpc.status import CODES
 from baton.rpc.v1 import common_pb2
@@ -21,7 +21,7 @@ from router.openai import errors, parsing
 from router.openai.job import chat_job, completion_job
 from router.openai.parsing import checked
 from router.openai.responses import RequestMetrics
-from router.openai.schema import ChatBody, CompletionBody, StreamOptions
+from router.openai.schema import ChatBody, CompletionBody, StreamOptions, TokenizeBody
 from tests.support.time_factor import scaled
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -42,7 +42,8 @@ def read(**fields):
         (ChatBody, {"messages": [{"role": "s3cret", "content": "s3cret"}]}),
         (ChatBody, {"messages": [{"role": "user", "content": [{"type": "text", "text": ["s3cret"]}]}]}),
         (ChatBody, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "s3cret"}]}]}),
-        (ChatBody, {"messages": [{"role": "user", "content": "x", "name": "s3cret"}]}),
+        (ChatBody, {"messages": [{"role": "user", "content": "x", "name": ["s3cret"]}]}),
+        (CompletionBody, {"prompt": "x", "structured_outputs": {"regex": "s3cret", "choice": ["s3cret"]}}),
     ],
 )
 def test_what_was_written_is_not_repeated(kind, wrong):
@@ -97,6 +98,127 @@ def test_types_are_strict_and_a_whole_number_is_a_number():
     assert completion_job(read(temperature=1)).requests[0].sampling.temperature == 1.0
 
 
+# --- fields of other servers
+
+
+def chat(**fields):
+    return checked(orjson.dumps({"messages": [{"role": "user", "content": "x"}], **fields}), ChatBody)
+
+
+HINTS = {
+    "metadata": {"a": "b"},
+    "prompt_cache_key": "k",
+    "safety_identifier": "u",
+    "service_tier": "flex",
+    "store": True,
+    "verbosity": "low",
+}
+NEUTRAL = {
+    "add_special_tokens": False,
+    "bad_words": [],
+    "best_of": 1,
+    "continue_final_message": False,
+    "echo": False,
+    "include_stop_str_in_output": False,
+    "length_penalty": 1.0,
+    "prompt_logprobs": None,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "use_beam_search": False,
+}
+
+
+@pytest.mark.parametrize("field", [*HINTS, *NEUTRAL])
+def test_fields_without_effect_are_taken(field):
+    assert chat_job(chat(**{field: (HINTS | NEUTRAL)[field]})).requests == chat_job(chat()).requests
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("skip_special_tokens", False), ("prompt_logprobs", 1), ("use_beam_search", True)]
+)
+def test_values_that_would_have_an_effect_are_rejected(field, value):
+    with pytest.raises(InvalidRequest, match=f"{field}: not supported") as refused:
+        chat(**{field: value})
+    assert errors.problem_of(refused.value).code == "unsupported_parameter"
+
+
+def test_names_and_variables_of_the_template_are_passed_on():
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    turns = [
+        {"role": "user", "content": "x", "name": "Ann"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "r"},
+        {"role": "tool", "tool_call_id": "c", "content": "r", "name": "g"},
+    ]
+    fields = {"chat_template_kwargs": {"enable_thinking": False}, "add_generation_prompt": False}
+    asked = chat_job(chat(messages=turns, **fields)).requests[0].chat
+    assert [turn.name for turn in asked.messages] == ["Ann", "", "f", "g"]
+    assert (asked.template_kwargs, asked.add_generation_prompt) == ('{"enable_thinking":false}', False)
+    assert not chat_job(chat()).requests[0].chat.HasField("add_generation_prompt")
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "value"),
+    [
+        ({"structured_outputs": {"json": {"type": "array"}}}, "json_schema", '{"type":"array"}'),
+        ({"structured_outputs": {"json": '{"type": "array"}'}}, "json_schema", '{"type": "array"}'),
+        ({"structured_outputs": {"json_object": True}}, "json_schema", '{"type":"object"}'),
+        ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "choices", ["a", "b"]),
+        ({"guided_json": {"type": "array"}}, "json_schema", '{"type":"array"}'),
+        ({"guided_regex": "a+"}, "regex", "a+"),
+        ({"guided_choice": ["a", "b"]}, "choices", ["a", "b"]),
+    ],
+)
+def test_constraints_of_vllm(fields, kind, value):
+    for job in (completion_job(read(**fields)), chat_job(chat(**fields))):
+        constraint = job.requests[0].constraint
+        assert constraint.WhichOneof("kind") == kind
+        assert (list(constraint.choices.texts) if kind == "choices" else getattr(constraint, kind)) == value
+        assert job.rename(0, f"constraint.{kind}") == f"{next(iter(fields))}.{kind}"
+
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"regex": "a"}, "guided_regex": "a"}, "guided_regex"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+        ({"guided_regex": "a", "tools": [TOOL]}, "guided_regex"),
+    ],
+)
+def test_constraints_that_cannot_be(fields, field):
+    with pytest.raises(InvalidRequest) as refused:
+        chat(**fields)
+    assert [violation.field for violation in refused.value.violations] == [field]
+
+
+def test_unknown_fields_can_be_ignored():
+    fields = {"messages": [{"role": "user", "content": "x", "mood": 1}], "zzz": 1, "prompt_logprobs": 3, "n": 2}
+    body = checked(orjson.dumps(fields), ChatBody, ignores_unknown=True)
+    assert chat_job(body).requests == chat_job(chat(n=2)).requests
+    with pytest.raises(InvalidRequest, match=r"^n: [^;]*$"):
+        checked(orjson.dumps(fields | {"n": "2"}), ChatBody, ignores_unknown=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "prompt"),
+        ({"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt"),
+    ],
+)
+def test_a_text_or_a_chat_is_tokenized(fields, field):
+    with pytest.raises(InvalidRequest, match=f"^{field}: "):
+        checked(orjson.dumps(fields), TokenizeBody)
+
+
 # --- errors
 
 
@@ -125,6 +247,11 @@ def test_the_first_field_is_the_parameter():
     problem = errors.problem_of(InvalidRequest(Violation("a", "unknown field"), Violation("b", "not supported")))
     assert (problem.param, problem.code) == ("a", "unknown_parameter")
     assert problem.message == "a: unknown field; b: not supported"
+
+
+def test_the_code_of_a_sequence_that_is_too_long_is_that_of_openai():
+    error = InvalidRequest.of("prompt", f"{TOO_LONG} 100 tokens; 101 do not fit")
+    assert errors.problem_of(error).code == "context_length_exceeded"
 
 
 # --- docs/reference/openai.md

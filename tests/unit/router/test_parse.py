@@ -80,7 +80,7 @@ WORDS = pb.Constraint(choices=pb.Choices(texts=["in", "into"]))
         (message(text=""), "text", "must not be empty"),
         (message(token_ids=ids()), "token_ids", "must not be empty"),
         (message(token_ids=ids(256, 257)), "token_ids", "token id 257 is outside the vocabulary of 257"),
-        (message(token_ids=ids(*[1] * 100)), "token_ids", "100 tokens and one more do not fit the model's length"),
+        (message(token_ids=ids(*[1] * 100)), "token_ids", "maximum context length is 100 tokens; the prompt has 100"),
         (message(text="x" * 1_000_001), "text", "at most 1000000 characters, got 1000001"),
         (message(client_tag="x" * 129), "client_tag", "at most 128 characters"),
         (message(logprobs=21), "sampling.logprobs", "between 0 and 20"),
