@@ -312,7 +312,7 @@ def level_of(settings: WorkerSettings, dtype: str) -> str:
 
 
 def weight_format(settings: WorkerSettings) -> str:
-    """Return how the weights of linear layers are kept: "none", "int8" or "int4". A checkpoint may store them so. The
+    """Return how the weights of linear layers are kept: "none", "int8", "int4", or the format of the checkpoint. The
     projection from which latent attention takes two matrices is always in the model's dtype.
     """
     if settings.quantize != "none" or settings.model_path == ORACLE_MODEL:
@@ -321,7 +321,9 @@ def weight_format(settings: WorkerSettings) -> str:
 
     config = read_config(model_folder(settings.model_path, weights=False))
     stored, but = config.quantised, "" if config.latent is None else " except kv_b_proj"
-    return "none" if stored is None else f"int{stored.bits}{but}"
+    if stored is None:
+        return "none"
+    return stored.summary + (but if stored.packs and pick_device(settings.device) == "cpu" else ", widened")
 
 
 def passes_path(settings: WorkerSettings) -> Path:

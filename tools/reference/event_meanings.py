@@ -177,7 +177,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "profile_unreadable": (_BOTH, "the file of `baton profile` is invalid"),
         "profile_unwritable": (_BOTH, "a measured dtype could not be kept, so the next start measures again"),
         "verify_passes": (_BOTH, "the shapes of verify passes"),
-        "weights_widened": (_BOTH, "these quantised layers are kept in the model's dtype"),
+        "weights_widened": (_BOTH, "these kinds of quantised layers are kept in the model's dtype"),
         "fixed_forwards_checked": (_BOTH, "the results of a fixed shape do not depend on the other sequences"),
         "fixed_forwards_vary": (_BOTH, "they do depend on them, so this worker accepts no deterministic requests"),
         "decode_steps_vary": (

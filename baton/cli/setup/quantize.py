@@ -90,7 +90,7 @@ def _converted(name: str, tensor: Tensor, to: str) -> dict[str, Tensor]:
     import torch
 
     from baton.engine.kernels import quantized
-    from baton.engine.models.stored_quantisation import packed_words
+    from baton.engine.models.formats.base import packed_words
 
     linear = name.endswith(ENDINGS) and any(part in name for part in LAYERS)
     if tensor.ndim == 3:

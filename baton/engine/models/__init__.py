@@ -3,6 +3,6 @@
 Read `loading` first: it builds a backend for the engine from a model folder. It uses the others in this order:
 
     config, config_variants, json_fields, rope    config.json as checked values
-    checkpoint, uploads                           tensors from safetensors files into their final memory
+    checkpoint, formats/, uploads                 tensors from safetensors files into their final memory
     llama, moe, deepseek, thinking                the layers
 """

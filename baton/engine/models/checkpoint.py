@@ -1,6 +1,7 @@
 """Tensors from the safetensors files of a checkpoint, and the weights of a model in their final memory.
 
-Other formats are rejected, so nothing is unpickled. Weights are read without a second copy.
+Other files are rejected, so nothing is unpickled. Weights are read without a second copy. Layers of a quantised
+checkpoint have their plain names here: each is widened when it is taken, or taken packed.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from baton.clock import SystemClock
+from baton.engine.kernels.quantized import QuantizedWeight, Scheme
 from baton.engine.memory.huge_pages import Arena, drop_pages
-from baton.engine.models.config import REFUSED, quantised_as
+from baton.engine.models.config import REFUSED, quantised_tensor
+from baton.engine.models.formats.base import FLOATS, Levels, WeightFormat, joined
 from baton.engine.models.json_fields import Fields, read_json_object
-from baton.engine.models.stored_quantisation import INTEGERS
 from baton.engine.models.uploads import CudaLane, Uploads
 from baton.errors import CheckpointError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 OTHER_FORMATS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack"})
-FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,53 +76,115 @@ def _no_weights(folder: Path) -> CheckpointError:
 class Checkpoint:
     """The tensors of a checkpoint by name. A model takes each tensor once, then calls `finish`. Files stay mapped until
     `finish`. All methods raise CheckpointError with the file or the tensor; the constructor also raises it for
-    weights that are quantised, unless `quantised`. `progress` is called at the start and after each tensor.
+    weights that are quantised, unless `stored` is their format. `packs` allows to take their layers packed. `progress`
+    is called at the start and after each tensor.
     """
 
     def __init__(
-        self, folder: Path, progress: Progress | None = None, *, digests: bool = True, quantised: bool = False
+        self,
+        folder: Path,
+        progress: Progress | None = None,
+        *,
+        digests: bool = True,
+        stored: WeightFormat | None = None,
+        packs: bool = False,
     ) -> None:
-        self.folder, self._progress, self._with_digests = folder, progress, digests
+        self.folder, self._progress, self._with_digests, self._stored = folder, progress, digests, stored
+        self._packs = stored is not None and stored.packs and packs
         self._clock = SystemClock()
         self._began = self._clock.monotonic()
         self._files: dict[str, Path] = {}
         self._dtypes: dict[str, str] = {}
         self._digests: dict[str, str] = {}
+        self._views: set[int] = set()  # addresses of tensors that are views of files
+        self.widened: set[str] = set()  # names of layers that were taken widened
         self._bytes_done = 0
         files = weight_files(folder)
         self._mapped: dict[Path, Any] = {file: _opened(file) for file in files}
         self._bytes_total = sum(file.stat().st_size for file in files)
         for file in files:
             self._list(file)
-        if not quantised and (found := quantised_as(self._dtypes)):
-            name, method = found
-            raise CheckpointError(f"{self._files[name]}: {name} ({self._dtypes[name]}) is {method}: {REFUSED}")
+        if stored is None and (name := quantised_tensor(self._dtypes)):
+            raise CheckpointError(f"{self._files[name]}: {name} ({self._dtypes[name]}): {REFUSED}")
+        wide = (stored.wide_name(*each) for each in self._dtypes.items()) if stored else ()
+        self._wide = {name for name in wide if name is not None}
         self._report()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files
+        return name in self._files or name in self._wide
 
     def stored_dtype(self, name: str) -> str:
+        if name in self._wide:
+            return "bfloat16"
         self._file(name)
-        return FLOATS.get(self._dtypes[name], "unknown")
+        return DTYPES.get(self._dtypes[name], "unknown")
 
-    def take(self, name: str, shape: tuple[int, ...], *, integers: bool = False) -> Tensor:
-        """Return a stored tensor of this shape: a read-only view of the file, to be copied, then released."""
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor of this shape, to be copied, then released: a read-only view of the file, or a layer of a
+        quantised checkpoint in float32.
+        """
+        if name not in self._wide:
+            return self._view(name, shape, FLOATS)
+        assert self._stored is not None
+        self.widened.add(name)
+        found = self._stored.read(self, name, shape)
+        return found.widened() if isinstance(found, Levels) else found
+
+    def scheme(self, names: Sequence[str]) -> Scheme | None:
+        """Return how all these layers can be taken packed as one, or None."""
+        if not self._packs or not names or not self._wide.issuperset(names):
+            return None
+        assert self._stored is not None
+        if self._stored.scheme_of is None:
+            return self._stored.scheme
+        found = {self._stored.scheme_of(self, name) for name in names}
+        return found.pop() if len(found) == 1 else None
+
+    def packed(self, names: Sequence[str], outs: Sequence[int], k: int, dtype: torch.dtype) -> QuantizedWeight:
+        """Return layers [outs[i], k] with a `scheme` as one weight for kernels of `dtype`."""
+        scheme, stored = self.scheme(names), self._stored
+        assert scheme is not None
+        assert stored is not None
+        found = [stored.read(self, name, (out, k)) for name, out in zip(names, outs, strict=True)]
+        return joined([each for each in found if isinstance(each, Levels)], scheme, k, dtype)
+
+    def part(self, name: str, shape: Sequence[int] | None, dtypes: Sequence[str]) -> Tensor:
+        """See `baton.engine.models.formats.base.Source`, which this implements for the formats."""
+        view = self._view(name, None if shape is None else tuple(shape), dtypes)
+        copied = view.clone()
+        self.release(view)
+        return copied
+
+    def shape(self, name: str) -> list[int]:
+        return list(self._mapped[self._file(name)].get_slice(name).get_shape())
+
+    def metadata(self, name: str) -> str:
+        found = ((mapped.metadata() or {}).get(name) for mapped in self._mapped.values())
+        return next((text for text in found if text is not None), "")
+
+    def error(self, name: str, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self._file(name)}: {name} {problem}")
+
+    def _view(self, name: str, shape: tuple[int, ...] | None, dtypes: Sequence[str]) -> Tensor:
         file = self._file(name)
         try:
             tensor: Tensor = self._mapped[file].get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file}: {name} cannot be read: {error}") from error
-        if tensor.shape != shape:
+        if shape is not None and tensor.shape != shape:
             raise CheckpointError(f"{file}: {name} has shape {list(tensor.shape)}, expected {list(shape)}")
-        if self._dtypes[name] not in (INTEGERS if integers else FLOATS):
-            expected = "an integer type" if integers else "a float type"
+        if self._dtypes[name] not in dtypes:
+            expected = "a float type" if dtypes is FLOATS else " or ".join(dtypes)
             raise CheckpointError(f"{file}: {name} has dtype {tensor.dtype}, expected {expected}")
         self._digests[name] = _digest(tensor) if self._with_digests else ""
+        self._views.add(tensor.data_ptr())
         return tensor
 
     def release(self, taken: Tensor) -> None:
-        """Count a copied tensor from `take`, and free its pages."""
+        """Count a copied tensor from `take`, and free its pages. Parts of a widened layer were counted before."""
+        if taken.data_ptr() not in self._views:
+            return
+        self._views.discard(taken.data_ptr())
         drop_pages(taken)
         self._bytes_done += taken.nbytes
         self._report()
@@ -130,7 +194,8 @@ class Checkpoint:
         except those with a name prefix in `unread`.
         """
         left = sorted(self._files.keys() - self._digests.keys())
-        left = [name for name in left if not name.startswith(unread) and not name.endswith("rotary_emb.inv_freq")]
+        endings = ("rotary_emb.inv_freq", *(self._stored.unread if self._stored else ()))
+        left = [name for name in left if not name.startswith(unread) and not name.endswith(endings)]
         if left:
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
             raise CheckpointError(f"{self._files[left[0]]}: unexpected tensors: {', '.join(left[:3])}{more}")
@@ -219,13 +284,6 @@ class Weights:
         place = torch.empty(shape, dtype=torch.float32, device=self.device)
         self._fill(place, name)
         return place
-
-    def integers(self, name: str, *shape: int) -> Tensor:
-        """Return a copy of an integer tensor in its own dtype, on the CPU."""
-        stored = self.checkpoint.take(name, shape, integers=True)
-        copied = stored.clone()
-        self.checkpoint.release(stored)
-        return copied
 
     def _fill_parts(self, place: Tensor, names: tuple[str, ...], outs: tuple[int, ...]) -> None:
         for name, part in zip(names, torch.split(place, list(outs)), strict=True):

@@ -1,7 +1,7 @@
 """config.json of a Hugging Face checkpoint, parsed once into a checked value.
 
 Keys, defaults and quirks follow `transformers`. An unsupported setting that would change results is rejected by name,
-never ignored. Quantised checkpoints are detected from their config or tensors and rejected with the method's name.
+never ignored. Quantised tensors without a declared format are detected and rejected.
 """
 
 from __future__ import annotations
@@ -12,55 +12,22 @@ from pathlib import Path
 from typing import Literal
 
 from baton.engine.models import config_variants
+from baton.engine.models.formats.base import WeightFormat
+from baton.engine.models.formats.select import declared_format
 from baton.engine.models.json_fields import Fields, read_json_object
 from baton.engine.models.rope import RopeConfig, parse_rope
-from baton.engine.models.stored_quantisation import StoredScheme, stored_scheme
 from baton.errors import CheckpointError
 
-REFUSED = "quantised weights are not supported; use the original checkpoint in float32, bfloat16 or float16"
-CONFIG_KEYS = ("quantization_config", "compression_config")
-
-# Method by suffix of a tensor's name. The first entry that matches any tensor of a checkpoint applies.
-NAMES = {
-    ".g_idx": "GPTQ",
-    ".qweight": "AWQ",
-    ".qzeros": "AWQ or GPTQ",
-    ".scales": "AWQ or GPTQ",
-    ".SCB": "bitsandbytes",
-    ".quant_map": "bitsandbytes",
-    ".quant_state.bitsandbytes__nf4": "bitsandbytes",
-    ".quant_state.bitsandbytes__fp4": "bitsandbytes",
-    ".weight_packed": "compressed-tensors",
-    "_scale_inv": "FP8",
-}
-# Method by dtype, in safetensors spelling. int32 and int64 are absent because they may be buffers.
-DTYPES = {"F8": "FP8", "F4": "FP4", "F6": "FP6", "I8": "int8", "U8": "uint8", "I4": "int4", "U4": "int4"}
-# Suffixes of scale tensors. They are the last resort because they do not identify the method.
-SCALES = (".weight_scale", ".input_scale", ".weight_zero_point")
+REFUSED = "quantised weights need a quantization_config in config.json"
+# Endings of names, and beginnings of dtypes in safetensors spelling, that show quantised weights. int32 and int64 are
+# absent because they may be buffers.
+NAMES = (".qweight", ".qzeros", ".scales", ".SCB", ".quant_map", "_packed", ".weight_scale", "_scale_inv", "_qdata")
+DTYPES = ("F8_", "F4", "F6_", "I8", "U8", "I4", "U4")
 
 
-def refuse_quantised(fields: Fields) -> None:
-    """Raise CheckpointError if config.json declares quantised weights."""
-    for key in CONFIG_KEYS:
-        if fields.has(key):
-            section = fields.section(key)
-            bits = section.values.get("load_in_8bit") or section.values.get("load_in_4bit")
-            method = section.text("quant_method", "bitsandbytes" if bits else "unnamed")
-            raise fields.error(key, f"({method}): {REFUSED}")
-
-
-def quantised_as(dtypes: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return a tensor that shows quantisation and the method, or None. `dtypes` maps tensor names to dtypes."""
-    for ending, method in NAMES.items():
-        for name in dtypes:
-            if name.endswith(ending):
-                return name, method
-    for name, dtype in dtypes.items():
-        method = DTYPES.get(dtype.partition("_")[0], "")
-        if method:
-            return name, method
-    scale = next((name for name in dtypes if name.endswith(SCALES)), None)
-    return (scale, "compressed-tensors or ModelOpt") if scale else None
+def quantised_tensor(dtypes: Mapping[str, str]) -> str | None:
+    """Return a tensor that shows quantisation, or None. `dtypes` maps tensor names to dtypes."""
+    return next((name for name, dtype in dtypes.items() if name.endswith(NAMES) or dtype.startswith(DTYPES)), None)
 
 
 # Names of activations in config.json, and in kernels.
@@ -131,7 +98,7 @@ class ModelConfig:
     experts: config_variants.ExpertsConfig | None = None
     latent: config_variants.LatentConfig | None = None
     thinking: config_variants.ThinkingConfig | None = None
-    quantised: StoredScheme | None = field(default=None, repr=False)  # fingerprints have the tensors themselves
+    quantised: WeightFormat | None = field(default=None, repr=False)  # fingerprints have the tensors themselves
     unread_layers: int = 0  # layers for multi-token prediction, which a checkpoint may have beyond `layers`
 
     @property
@@ -147,9 +114,6 @@ def read_config(folder: Path) -> ModelConfig:
 
 def parse_config(fields: Fields) -> ModelConfig:
     """Return the checked config. Raises CheckpointError with the key."""
-    quantised = stored_scheme(fields)
-    if quantised is None:
-        refuse_quantised(fields)
     name = _family_name(fields)
     family = FAMILIES[name]
     heads = fields.integer("num_attention_heads", high=2**16)
@@ -183,7 +147,7 @@ def parse_config(fields: Fields) -> ModelConfig:
         latent=latent,
         thinking=config_variants.parse_thinking(fields, name, layers),
         unread_layers=unread,
-        quantised=quantised,
+        quantised=declared_format(fields),
     )
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import structlog
 import torch
 from torch import Tensor
 
@@ -27,7 +26,6 @@ from baton.engine.models.moe import feed_forward
 from baton.engine.models.rope import Rotary
 
 LOW_RANK_EPS = 1e-6  # independent of rms_norm_eps
-log = structlog.get_logger(__name__)
 
 
 class LatentAttention:
@@ -122,8 +120,6 @@ class DeepSeek(Llama):
         self.latent = latent
         self.softmax_scale = latent.query_dim**-0.5 * config.rope.softmax_factor
         super().__init__(config, parts, Variant(self._attention, feed_forward))
-        if parts.are_stored(("model.layers.0.self_attn.kv_b_proj",)):
-            log.info("weights_widened", layers="kv_b_proj", dtype=str(parts.weights.dtype).removeprefix("torch."))
         self.rotary = Rotary(config.rope, torch.float32, parts.weights.device)
 
     def _attention(self, config: ModelConfig, parts: Parts, name: str, window: int | None) -> LatentAttention:

@@ -25,7 +25,6 @@ from baton.engine.kv_cache import KVCache
 from baton.engine.models.checkpoint import Weights
 from baton.engine.models.config import ACTIVATIONS, ModelConfig
 from baton.engine.models.rope import Rotary
-from baton.engine.models.stored_quantisation import SCALE, StoredScheme, read_layer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +46,6 @@ class Parts:
     weights: Weights
     kernels: Kernels
     quantize: Quantize = field(default="none", kw_only=True)
-    stored: StoredScheme | None = field(default=None, kw_only=True)  # of a quantised checkpoint
 
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
         return RMSNorm(self.kernels, self.weights.tensor(f"{name}.weight", size), eps)
@@ -60,15 +58,15 @@ class Parts:
         return self.layer(self.columns(names, outs, n_in), extra)
 
     def are_stored(self, names: tuple[str, ...]) -> bool:
-        """Return whether the checkpoint has quantised weights of all these layers."""
-        return self.stored is not None and all(f"{name}.{SCALE}" in self.weights.checkpoint for name in names)
+        """Return whether the weights of all these layers are stored quantised and can stay packed as one."""
+        return self.weights.checkpoint.scheme([f"{name}.weight" for name in names]) is not None
 
     def _read(self, names: tuple[str, ...], outs: tuple[int, ...], n_in: int, bias: Tensor | None) -> Linear:
         return self.kernels.quantized(self._packed(names, outs, n_in), bias, self.weights.keep)
 
     def _packed(self, names: tuple[str, ...], outs: tuple[int, ...], n_in: int) -> QuantizedWeight:
-        assert self.stored is not None
-        return read_layer(self.weights, names, outs, n_in, self.stored)
+        weights = [f"{name}.weight" for name in names]
+        return self.weights.checkpoint.packed(weights, outs, n_in, self.weights.dtype)
 
     def layer(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Return the product with a weight [width, K], quantised if the model is."""
@@ -80,8 +78,6 @@ class Parts:
         """Return the weight [sum(outs), n_in] of `linear`, widened if it is stored quantised. A tensor-parallel rank
         holds its share of the rows.
         """
-        if self.are_stored(names):
-            return self._packed(names, outs, n_in).widened()
         return self.weights.joined(tuple(f"{name}.weight" for name in names), outs, n_in)
 
     def whole(self, name: str, out: int, n_in: int, *, bias: bool) -> Linear:

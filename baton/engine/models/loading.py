@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+import structlog
 import torch
 
 from baton.core import KVLayout
@@ -27,6 +28,7 @@ from baton.engine.models.thinking import Mode, Thinker
 from baton.errors import CheckpointError, ConfigError
 from baton.hashing import fingerprint
 
+log = structlog.get_logger(__name__)
 DTYPE_CHOICES = ("auto", "float32", "bfloat16")
 
 
@@ -112,15 +114,15 @@ def load_model(  # noqa: PLR0913  (all but one have a default)
     _check(config, split, quantize, kv_dtype, device)
     length = _max_model_len(config, max_model_len)
     named = split is None or split.names_the_model
-    checkpoint = Checkpoint(folder, progress, digests=named, quantised=config.quantised is not None)
+    checkpoint = Checkpoint(folder, progress, digests=named, stored=config.quantised, packs=device.type == "cpu")
     dtype = chosen_dtype(config, dtype, checkpoint.stored_dtype("model.embed_tokens.weight"))
     kernels = choose_kernels(device, DTYPES[dtype], attention_splits)
     if split is None:
         part, parts = config, Parts(Weights(checkpoint, DTYPES[dtype], device), kernels)
     else:
         part, parts = split.config(config), split.parts(checkpoint, DTYPES[dtype], device, kernels)
-    parts = replace(parts, quantize=quantize, stored=config.quantised)
-    model, thinker = _with_weights(part, parts, thinking)
+    model, thinker = _with_weights(part, replace(parts, quantize=quantize), thinking)
+    _log_widened(checkpoint, config, dtype)
     layout = _layout(config, block_size, dtype if kv_dtype == "auto" else kv_dtype)
     name = _fingerprint(checkpoint, config, dtype, layout, quantize)
     return TransformerBackend(
@@ -143,20 +145,16 @@ def _layout(config: ModelConfig, block_size: int, dtype: str) -> KVLayout:
 def _check(
     config: ModelConfig, split: Split | None, quantize: Quantize, kv_dtype: KVDtype, device: torch.device
 ) -> None:
-    _check_device(config, quantize, device)
+    _check_device(quantize, device)
     _check_kv(config, kv_dtype, device)
     if config.thinking is not None and split is not None:
         raise ConfigError("tensor_parallel must be 1 for a model with thinking states")
 
 
-def _check_device(config: ModelConfig, quantize: Quantize, device: torch.device) -> None:
-    """Reject quantised weights on GPUs, which get their weights later than they would be quantised."""
-    if device.type == "cpu":
-        return
-    if quantize != "none":
+def _check_device(quantize: Quantize, device: torch.device) -> None:
+    """Reject weights to be quantised on GPUs, which get their weights later than they would be quantised."""
+    if device.type != "cpu" and quantize != "none":
         raise ConfigError(f"model.quantize: {quantize} is not supported on {device}, only on CPUs; use none")
-    if config.quantised is not None:
-        raise CheckpointError(f"a quantised checkpoint is not supported on {device}, only on CPUs")
 
 
 def _check_kv(config: ModelConfig, kv_dtype: KVDtype, device: torch.device) -> None:
@@ -168,8 +166,16 @@ def _check_kv(config: ModelConfig, kv_dtype: KVDtype, device: torch.device) -> N
 
 def _fingerprint(checkpoint: Checkpoint, config: ModelConfig, dtype: str, layout: KVLayout, quantize: Quantize) -> str:
     unread = tuple(f"model.layers.{config.layers + i}." for i in range(config.unread_layers))
-    rounded = () if quantize == "none" else (quantize,)
+    rounded: list[str] = [] if quantize == "none" else [quantize]
+    rounded += [] if config.quantised is None else [config.quantised.summary]
     return fingerprint((checkpoint.finish(unread), dtype, layout.wire, repr(config), *rounded))
+
+
+def _log_widened(checkpoint: Checkpoint, config: ModelConfig, dtype: str) -> None:
+    """Log the kinds of quantised layers that are not held packed."""
+    if config.quantised is not None and checkpoint.widened:
+        kinds = sorted({name.removesuffix(".weight").rpartition(".")[2] for name in checkpoint.widened})
+        log.info("weights_widened", layers=", ".join(kinds), format=config.quantised.summary, dtype=dtype)
 
 
 def _with_weights(config: ModelConfig, parts: Parts, thinking: Mode) -> tuple[Llama, Thinker | None]:

@@ -23,7 +23,6 @@ from baton.engine.kernels.base import Grouped, Kernels, Linear
 from baton.engine.models.config import ACTIVATIONS, ModelConfig
 from baton.engine.models.config_variants import ExpertsConfig
 from baton.engine.models.llama import MLP, Parts, Step
-from baton.engine.models.stored_quantisation import LEVELS
 
 
 def feed_forward(config: ModelConfig, parts: Parts, layer: str, index: int) -> MLP | SparseMLP:
@@ -112,7 +111,7 @@ class Experts:
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig, parts: Parts, name: str) -> None:
         self.grouped: tuple[Grouped, Grouped] | None = None
-        if parts.stored is not None and not _are_fused(parts, name):
+        if _are_packed(parts, name):
             self.members = _one_by_one(config, experts, parts, name)
         else:
             gate_up, down = _stacked(config, experts, parts, name)
@@ -202,8 +201,13 @@ def _one_by_one(config: ModelConfig, experts: ExpertsConfig, parts: Parts, name:
 
 def _products(parts: Parts, name: str) -> tuple[str, str, str]:
     """Return the names of the projections gate, up and down of each expert."""
-    in_mixtral = any(f"{name}.0.w1.{kind}" in parts.weights.checkpoint for kind in ("weight", LEVELS))
+    in_mixtral = f"{name}.0.w1.weight" in parts.weights.checkpoint
     return ("w1", "w3", "w2") if in_mixtral else ("gate_proj", "up_proj", "down_proj")
+
+
+def _are_packed(parts: Parts, name: str) -> bool:
+    """Return whether an expert is quantised so that it can stay packed. Then each is read by itself."""
+    return any(parts.are_stored((f"{name}.0.{product}",)) for product in _products(parts, name))
 
 
 def _are_fused(parts: Parts, name: str) -> bool:

@@ -87,8 +87,8 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 def divided(config: ModelConfig, size: int, key: str, quantize: Quantize = "none") -> ModelConfig:
     """Return the config of each of `size` ranks. Raises ConfigError with `key` and sizes that it does not divide."""
-    stored = 0 if config.quantised is None else config.quantised.group
-    groups = {stored, 0 if quantize == "none" else SCHEMES[quantize].group} - {0}
+    stored = None if config.quantised is None else config.quantised.scheme
+    groups = {0 if stored is None else stored.group, 0 if quantize == "none" else SCHEMES[quantize].group} - {0}
     if config.family not in FAMILIES:
         raise ConfigError(f"{key}: {size} is not supported for a model of the family {config.family}; set {key} to 1")
     if uneven := _uneven(config, size, groups):

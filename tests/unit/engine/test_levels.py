@@ -65,7 +65,7 @@ def test_streams_are_equal_in_any_company(dtype, quantize, seed):
         engine.submit(key_of("asked"), asked)
         streams.drain(engine)
         found.append([(token.token_id, token.logprobs) for token in streams.tokens[key_of("asked")]])
-        replayed = blocks == LITTLE and not exact.everywhere
+        replayed = blocks == LITTLE and quantize == "none"
         assert (engine.counters.verify_passes > 0) == (count is None or replayed)
     assert len(found[0]) == 16
     assert all(stream == found[0] for stream in found)

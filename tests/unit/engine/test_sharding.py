@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from baton.engine.kernels.torch_reference import TorchKernels
 from baton.engine.models.checkpoint import Checkpoint, Weights
 from baton.engine.models.config import read_config
+from baton.engine.models.formats.compressed_tensors import Integers
 from baton.engine.models.loading import load_model
-from baton.engine.models.stored_quantisation import StoredScheme
 from baton.engine.tp import sharding
 from baton.engine.tp.group import SharedExchange, memory_is_ordered
 from baton.engine.tp.rank_process import Split, body, lengths, unpack
@@ -28,7 +28,7 @@ from tests.unit.model.checkpoints import HIDDEN, VOCAB, random_checkpoint
 from tests.unit.model.harness import Row, assert_same_batch, make_batch
 
 HEADS, KV_HEADS, DIM, INNER = 8, 4, 6, 80
-INT4 = StoredScheme(packed=True, bits=4, group=32, symmetric=True)
+INT4 = Integers(bits=4, size=32).format()
 CPU = torch.device("cpu")
 needs_order = pytest.mark.skipif(not memory_is_ordered(), reason="shared memory is used on x86-64 Linux alone")
 

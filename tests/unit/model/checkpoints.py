@@ -4,6 +4,7 @@ The reference of a model that thinks is transformers' layers in a dense loop.
 """
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,19 @@ def reload(folder: Path, family: str, dtype: torch.dtype) -> Any:
     """Load the checkpoint with transformers. `model.to` would round the rotary frequencies as well."""
     model = CLASSES[family].from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     return model.eval().requires_grad_(False)
+
+
+def parameter_of(reference: Any, name: str) -> torch.Tensor:
+    """Return a parameter of transformers by its name in a file. Those of experts are rows of stacked ones."""
+    if ".experts." not in name:
+        found: torch.Tensor = reference.get_parameter(name)
+        return found
+    layer, number, product = re.sub("block_sparse_moe", "mlp", name).removesuffix(".weight").rsplit(".", 2)
+    if product in ("w2", "down_proj"):
+        found = reference.get_parameter(f"{layer}.down_proj")[int(number)]
+        return found
+    gate, up = reference.get_parameter(f"{layer}.gate_up_proj")[int(number)].chunk(2)
+    return gate if product in ("w1", "gate_proj") else up
 
 
 def randomise(model: torch.nn.Module, seed: int) -> None:

@@ -4,6 +4,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,6 +13,7 @@ from baton.engine.batch import Batch
 from baton.engine.kernels.kv_levels import to_levels
 from baton.engine.kv_cache import KVCache
 from baton.engine.model_backend import ModelBackend
+from baton.engine.models.loading import load_model
 from tests.unit.model.checkpoints import VOCAB
 
 
@@ -51,6 +54,15 @@ def greedy(backend: ModelBackend, prompts: Sequence[Sequence[int]], new: int, rn
         logits = backend.forward(make_batch(chosen, chunks, wanted, size), kv)
         _take(chosen, chunks, wanted, logits)
     return rows
+
+
+def check_equal(folder: Path, reference: Any, bound: float = 1e-4) -> None:
+    """Compare greedy logits and tokens with those of transformers."""
+    for row in greedy(load_model(folder), prompts((1, 9, 40)), 6, random.Random(3)):
+        expected = reference(torch.tensor([row.tokens[:-1]])).logits[0]
+        assert row.tokens[-6:] == expected[-6:].argmax(-1).tolist()
+        for position, logits in row.logits.items():
+            assert (logits - expected[position]).std() < bound * expected.std()
 
 
 def prompts(lengths: Sequence[int]) -> list[list[int]]:

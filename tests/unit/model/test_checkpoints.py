@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from baton.engine.models.config import REFUSED, quantised_as, read_config
+from baton.engine.models.config import REFUSED, quantised_tensor, read_config
 from baton.engine.models.loading import TransformerBackend, load_model
 from baton.engine.models.thinking import KEPT_STATES
 from baton.errors import CheckpointError, ConfigError
@@ -221,33 +221,24 @@ def test_settings_that_do_not_fit(folder: Path):
             load_model(folder, max_model_len=wrong)
 
 
-QUANTISED_CONFIGS = [
-    ({"quant_method": "gptq", "bits": 4}, "gptq"),
-    ({"quant_method": "awq"}, "awq"),
-    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
-    ({"quant_method": "quark"}, "quark"),
-    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
-    ({"load_in_8bit": True}, "bitsandbytes"),
-    ({"quant_method": "mxfp4"}, "mxfp4"),
-    ({}, "unnamed"),
-]
+QUANTISED_CONFIGS = [({"quant_method": "quark"}, "'quark'"), ({"bits": 4}, "''")]
 NAME = "model.layers.0.mlp.up_proj"
 FP8 = torch.zeros(4, 4, dtype=torch.float8_e4m3fn)
 INT8, INT32, SCALE = torch.zeros(4, 4, dtype=torch.int8), torch.zeros(4, 4, dtype=torch.int32), torch.ones(4)
 GPTQ = {"qweight": INT32, "qzeros": INT32, "scales": SCALE, "g_idx": torch.zeros(4, dtype=torch.int32)}
 QUANTISED_TENSORS = [
-    (GPTQ, "GPTQ"),
-    ({"qweight": INT32, "qzeros": INT32, "scales": SCALE}, "AWQ"),
-    ({"scales": SCALE}, "AWQ or GPTQ"),
-    ({"weight": INT8, "SCB": SCALE}, "bitsandbytes"),
-    ({"weight": torch.zeros(8, dtype=torch.uint8), "weight.quant_state.bitsandbytes__nf4": INT8}, "bitsandbytes"),
-    ({"weight_packed": INT32, "weight_scale": SCALE}, "compressed-tensors"),
-    ({"weight": FP8, "weight_scale_inv": SCALE}, "FP8"),
-    ({"weight": FP8}, "FP8"),
-    ({"weight": FP8.view(torch.float8_e5m2)}, "FP8"),
-    ({"weight": INT8, "weight_scale": SCALE}, "int8"),
-    ({"weight": INT8.view(torch.uint8)}, "uint8"),
-    ({"weight": SCALE, "weight_scale": SCALE}, "compressed-tensors or ModelOpt"),
+    GPTQ,
+    {"qweight": INT32, "qzeros": INT32, "scales": SCALE},
+    {"scales": SCALE},
+    {"weight": INT8, "SCB": SCALE},
+    {"weight": torch.zeros(8, dtype=torch.uint8), "weight.quant_state.bitsandbytes__nf4": INT8},
+    {"weight_packed": INT32, "weight_scale": SCALE},
+    {"weight": FP8, "weight_scale_inv": SCALE},
+    {"weight": FP8},
+    {"weight": FP8.view(torch.float8_e5m2)},
+    {"weight": INT8, "weight_scale": SCALE},
+    {"weight": INT8.view(torch.uint8)},
+    {"weight": SCALE, "weight_scale": SCALE},
 ]
 
 
@@ -257,23 +248,23 @@ def test_quantised_by_config(section: dict[str, Any], method: str, key: str, fol
     edit_config(folder, **{key: section})
     with pytest.raises(CheckpointError) as caught:
         load_model(folder)
-    assert f"{folder / 'config.json'}: {key} ({method}): {REFUSED}" in str(caught.value)
+    assert f"{folder / 'config.json'}: {key}: quant_method {method} is not supported" in str(caught.value)
 
 
-@pytest.mark.parametrize(("tensors", "method"), QUANTISED_TENSORS)
-def test_quantised_by_tensors(tensors: dict[str, torch.Tensor], method: str, folder: Path):
+@pytest.mark.parametrize("tensors", QUANTISED_TENSORS)
+def test_quantised_by_tensors(tensors: dict[str, torch.Tensor], folder: Path):
     named = {f"{NAME}.{name}": tensor.clone() for name, tensor in tensors.items()}
     save_file(named, folder / "model.safetensors")
     with pytest.raises(CheckpointError) as caught:
         load_model(folder)
-    assert f"is {method}: {REFUSED}" in str(caught.value)
+    assert REFUSED in str(caught.value)
     assert f"model.safetensors: {NAME}." in str(caught.value)
 
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "F16", "F64", "I64", "I32", "BOOL"])
 def test_dtypes_that_are_not_quantised(dtype: str):
     names = ("model.norm.weight", "lm_head.weight", "model.layers.0.mlp.gate.e_score_correction_bias", "a.inv_freq")
-    assert quantised_as(dict.fromkeys(names, dtype)) is None
+    assert quantised_tensor(dict.fromkeys(names, dtype)) is None
 
 
 WITHOUT_CHUNKS = {name: value for name, value in SETTINGS.items() if name != "chunk_size"}

@@ -269,7 +269,7 @@ def test_softmax_factor(rope: dict[str, Any]):
         ("deepseek_v3", {"n_routed_experts": 8}, r"num_experts_per_tok \(8\) must be at most the 4 eligible experts"),
         ("deepseek_v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim must be even for rotary embeddings, got 7"),
         ("deepseek_v3", {"num_key_value_heads": 2}, r"num_key_value_heads must be num_attention_heads \(8\)"),
-        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, r"quantization_config \(fp8\)"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "quark"}}, "quant_method 'quark'"),
     ],
 )
 def test_experts_and_latent_attention_that_are_refused(family: str, settings: dict[str, Any], message: str):

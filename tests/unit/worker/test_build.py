@@ -545,7 +545,7 @@ def test_the_level_and_the_weights_of_a_worker_are_reported(demo, tmp_path, monk
     section = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
     groups = {"g": {"targets": ["Linear"], "weights": weights}}
     edit_config(tmp_path, quantization_config=section | {"config_groups": groups})
-    assert weight_format(demo(f"model.path={tmp_path}")) == "int4 except kv_b_proj"
+    assert weight_format(demo(f"model.path={tmp_path}")) == "compressed-tensors int4 except kv_b_proj"
     assert "-none-passes" in passes_path(demo()).name
     if "avx2" in machine().flags:
         monkeypatch.setenv("BATON_CPU_LEVEL", "avx2")
