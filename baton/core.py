@@ -338,6 +338,7 @@ class WorkerInfo:
     metrics: str = ""  # host:port, or empty if it serves none
     cpu_level: str = ""  # of the compiled kernels; "none" means torch's, empty a GPU or no model
     quantize: str = ""  # "none", "int8" or "int4"; empty from an older worker
+    backend: str = ""  # code of the layers if it is not Baton's own, such as "transformers 5.23.0"
 
 
 @dataclass(slots=True)

@@ -256,6 +256,10 @@ class ModelConfig(Section):
         description="a checkpoint folder, hf:org/name[@revision], or oracle",
         json_schema_extra={"anyOf": [{"not": {"pattern": "^hf:"}}, {"pattern": f"^{HUB_NAME.pattern}$"}]},
     )
+    backend: Literal["auto", "native", "transformers"] = Field(
+        default="auto",
+        description="code that computes the layers; auto means Baton's own, or transformers for other architectures",
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="auto means the checkpoint's, unless float32 is faster"
     )

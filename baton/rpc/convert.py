@@ -302,6 +302,7 @@ def info_from_pb(message: common.WorkerInfo) -> WorkerInfo:
         metrics=message.metrics,
         cpu_level=message.cpu_level,
         quantize=message.quantize,
+        backend=message.backend,
     )
 
 

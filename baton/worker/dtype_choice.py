@@ -23,6 +23,7 @@ from baton.engine.kernels.cpu.tuning import alternate
 from baton.engine.kernels.select import choose_kernels
 from baton.engine.kv_cache import DTYPES
 from baton.engine.models.config import ModelConfig, read_config
+from baton.engine.models.fallback.choice import chosen_backend
 from baton.hashing import fingerprint
 
 log = structlog.get_logger(__name__)
@@ -100,9 +101,14 @@ def _run(layers: list[Linear], rows: int, k: int, dtype: torch.dtype) -> None:
 
 
 def main(folder: str, threads: str) -> None:
-    """Print the dtype. Models with experts or latent attention have other products and keep bfloat16."""
+    """Print the dtype. Models with experts, with latent attention or in transformers have other products and keep
+    bfloat16.
+    """
     if int(threads):
         torch.set_num_threads(int(threads))
+    if chosen_backend(Path(folder), "auto") != "native":
+        print("bfloat16")  # noqa: T201
+        return
     config = read_config(Path(folder))
     other = config.experts is not None or config.latent is not None
     used = torch.get_num_threads()

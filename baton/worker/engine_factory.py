@@ -92,7 +92,7 @@ class LoadingLog:
         done, total = round(progress.bytes_done / GB, 3), round(progress.bytes_total / GB, 3)
         log.info("model_loading", model=self._model, percent=percent, gb=done, of_gb=total)
 
-    def finish(self, backend: ModelBackend) -> None:
+    def finish(self, backend: ModelBackend, code: str) -> None:
         """Log that the model is loaded. `resident_gb` is the host memory of the whole process."""
         if (last := self._last) is None:
             return
@@ -100,6 +100,7 @@ class LoadingLog:
             "model_loaded",
             model=self._model,
             dtype=backend.layout.dtype,
+            backend=code,
             device=str(backend.device),
             tensors=last.tensors,
             seconds=round(last.seconds, 2),
@@ -203,7 +204,9 @@ def warm_up_specs(backend: ModelBackend) -> list[SequenceSpec]:
 
 
 def load_backend(settings: WorkerSettings) -> ModelBackend:
-    """Load the oracle for `model.path: oracle`, else the checkpoint in that folder, downloaded if it is a hub name."""
+    """Load the oracle for `model.path: oracle`, else the checkpoint in that folder, downloaded if it is a hub name. A
+    model without a native family runs in transformers.
+    """
     device = pick_device(settings.device, f"{settings.role.value}.device")
     _check_ranks(settings)
     if settings.model_path == ORACLE_MODEL:
@@ -216,6 +219,8 @@ def load_backend(settings: WorkerSettings) -> ModelBackend:
     from baton.engine.tp.backend import Ranking, load_sharded
 
     folder = model_folder(settings.model_path)
+    if served_by(settings):
+        return _load_fallback(settings, folder, device)
     config = read_config(folder)
     check_heads(settings, device, config.head_dim)
     thinking = config.thinking
@@ -237,8 +242,42 @@ def load_backend(settings: WorkerSettings) -> ModelBackend:
         quantize=settings.quantize,
         kv_dtype=settings.kv_dtype,
     )
-    loading.finish(backend)
+    loading.finish(backend, "native")
     return backend
+
+
+def _load_fallback(settings: WorkerSettings, folder: Path, device: str) -> ModelBackend:
+    """Load a model into transformers. Raises ConfigError for a setting that only native families support."""
+    given: dict[str, str] = {"model.quantize": settings.quantize, "model.kv_dtype": settings.kv_dtype}
+    given[_ranks_key(settings)] = str(settings.tensor_parallel)
+    for key, value in given.items():
+        if value not in {"none", "auto", "1"}:
+            raise ConfigError(f"{key}: {value} is not supported for {folder}, which runs in transformers")
+    from baton.engine.models.fallback.loading import VERSION, load_transformers  # an extra
+
+    loading = LoadingLog(settings.model_path)
+    backend = load_transformers(
+        folder,
+        dtype=settings.dtype,
+        device=device,
+        block_size=block_size_of(settings),
+        max_model_len=None if settings.max_model_len == "auto" else settings.max_model_len,
+        progress=loading,
+        attention_splits=settings.attention_splits,
+    )
+    check_heads(settings, device, backend.layout.head_dim)
+    loading.finish(backend, VERSION)
+    return backend
+
+
+def served_by(settings: WorkerSettings) -> str:
+    """Return the code of the layers, such as "transformers 5.23.0", or "". Raises as `chosen_backend` does."""
+    if settings.model_path == ORACLE_MODEL:
+        return ""
+    from baton.engine.models.fallback import choice  # the oracle needs no transformer
+
+    native = choice.chosen_backend(model_folder(settings.model_path, weights=False), settings.backend) == "native"
+    return "" if native else f"transformers {choice.transformers_version()}"
 
 
 def thinking_chunk(backend: ModelBackend) -> int:
@@ -315,7 +354,7 @@ def weight_format(settings: WorkerSettings) -> str:
     """Return how the weights of linear layers are kept: "none", "int8", "int4", or the format of the checkpoint. The
     projection from which latent attention takes two matrices is always in the model's dtype.
     """
-    if settings.quantize != "none" or settings.model_path == ORACLE_MODEL:
+    if settings.quantize != "none" or settings.model_path == ORACLE_MODEL or served_by(settings):
         return settings.quantize
     from baton.engine.models.config import read_config  # the oracle needs no transformer
 
@@ -339,7 +378,11 @@ def passes_path(settings: WorkerSettings) -> Path:
     else:
         here = (torch.cuda.get_device_properties(torch.device(device)).name,)
         level = "gpu"
-    facts = (model / "config.json").read_text(), settings.kv_dtype, f"{settings.tensor_parallel} ranks"
+    facts = (
+        (model / "config.json").read_text(),
+        settings.kv_dtype + served_by(settings),
+        f"{settings.tensor_parallel} ranks",
+    )
     kind = f"{settings.dtype}-{settings.quantize}-{level}"
     return state_folder() / "profile" / f"{fingerprint((*facts, torch.__version__, *here))}-{kind}-passes.json"
 

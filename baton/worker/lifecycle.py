@@ -40,7 +40,7 @@ from baton.network import reachable_address
 from baton.rpc import channel, convert
 from baton.rpc.channel import Wire
 from baton.rpc.v1 import worker_pb2_grpc
-from baton.worker.engine_factory import level_of, thinking_chunk, weight_format
+from baton.worker.engine_factory import level_of, served_by, thinking_chunk, weight_format
 from baton.worker.engine_loop import EngineLoop, Paces
 from baton.worker.role import RoleDeps, RoleFactory, WorkerRole
 from baton.worker.service import WorkerService
@@ -353,4 +353,5 @@ def _info(settings: WorkerSettings, engine: Engine, incarnation: Incarnation, ad
         metrics=metrics,
         cpu_level=level_of(settings, engine.layout.dtype),
         quantize=weight_format(settings),
+        backend=served_by(settings),
     )

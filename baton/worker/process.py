@@ -40,7 +40,7 @@ from baton.worker.role import Factories, RoleFactory
 from baton.worker.settings import WorkerSettings, of_both_roles
 
 log = structlog.get_logger(__name__)
-_MODEL = ("dtype", "quantize", "kv_dtype", "thinking_prefill")
+_MODEL = ("backend", "dtype", "quantize", "kv_dtype", "thinking_prefill")
 _LOADED = ("device", "threads", "tensor_parallel", "attention_splits", *_MODEL)
 _LOADED_OF = attrgetter(*_LOADED)
 

@@ -23,6 +23,7 @@ class WorkerSettings:
     redis_url: str
     model_name: str
     model_path: str
+    backend: Literal["auto", "native", "transformers"]
     dtype: str
     quantize: Literal["none", "int8", "int4"]
     kv_dtype: Literal["auto", "int8"]
@@ -61,31 +62,30 @@ def of_both_roles(config: ClusterConfig, worker_id: str, begins: Role) -> dict[R
 
 
 def from_config(config: ClusterConfig, role: Role, worker_id: str, begins: Role | None = None) -> WorkerSettings:
-    """Return the settings of a worker of this role. `redis.url` must name a running Redis by now. `begins` is the role
-    of the pool that the worker runs in, which gives its addresses; default: `role`.
-    """
-    pool, place, transfer = _pool(config, role), _pool(config, begins or role), config.transfer
+    """Return a worker's settings. `redis.url` must name a running Redis. `begins` is the role of its pool, or None."""
+    pool, place, transfer, model = _pool(config, role), _pool(config, begins or role), config.transfer, config.model
     return WorkerSettings(
         cluster=config.name,
         worker_id=worker_id,
         role=role,
         redis_url=config.redis.url,
-        model_name=config.model.name,
-        model_path=config.model.path,
-        dtype=config.model.dtype,
-        quantize=config.model.quantize,
-        kv_dtype=config.model.kv_dtype,
+        model_name=model.name,
+        model_path=model.path,
+        backend=model.backend,
+        dtype=model.dtype,
+        quantize=model.quantize,
+        kv_dtype=model.kv_dtype,
         device=pool.device,
         tensor_parallel=pool.tensor_parallel,
         threads=None if pool.threads == "auto" else pool.threads,
         attention_splits=pool.attention_splits,
         kv_memory=pool.kv_memory,
-        max_model_len=config.model.max_model_len,
+        max_model_len=model.max_model_len,
         block_size=pool.block_size,
         max_batched_tokens=pool.max_batched_tokens,
         max_running=pool.max_running,
         prefix_cache=pool.prefix_cache,
-        seed=config.model.seed,
+        seed=model.seed,
         listen=place.listen,
         metrics=place.metrics,
         advertise=place.advertise,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from baton.engine.engine import Engine
 from baton.engine.kernels.kv_levels import KVDtype
 from baton.engine.kv_cache import KVCache
 from baton.engine.memory.exposed import MappedMemory
+from baton.engine.models.fallback.loading import load_transformers
 from baton.engine.models.loading import load_model
 from baton.engine.sequence import ScheduledSequence
 from baton.engine.tp.backend import Ranking, load_sharded
@@ -35,6 +37,7 @@ from tests.unit.kvtransfer.support import SMALL_FRAMES, Pairs
 from tests.unit.kvtransfer.test_ranks import SIZES, over
 from tests.unit.model.checkpoints import random_checkpoint
 from tests.unit.tp.support import copies
+from tools import fallback_models
 
 pytestmark = pytest.mark.slow
 BLOCK, KV_HEADS = 8, 2
@@ -72,10 +75,24 @@ def test_the_kv_and_the_tokens_are_those_of_one_process(
     backend_of: Backends, transport: str, sender: int, receiver: int, kv_dtype: KVDtype
 ) -> None:
     """Frames leave layer by layer, in chunks, while the ranks compute."""
+    alone, giver, taker = (backend_of(size, kv_dtype) for size in (1, sender, receiver))
+    check_handoff(alone, giver, taker, transport)
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_a_model_in_transformers_hands_over_its_kv(transport: str, tmp_path: Path) -> None:
+    """Frames leave layer by layer, in chunks, while transformers computes the layers behind them."""
+    fallback_models.write("gemma2", tmp_path, vocab_size=259)
+    alone, sender, receiver = (load_transformers(tmp_path, dtype="float32", block_size=BLOCK) for _ in range(3))
+    check_handoff(alone, sender, receiver, transport)
+
+
+def check_handoff(alone: Any, sender: Any, receiver: Any, transport: str) -> None:
+    """Check the KV and the tokens of a prompt from `sender` to `receiver` against one worker `alone`."""
     prompt = spec_of(numbers(random.Random(7), 60), max_tokens=8)
-    expected = run(engine_of(backend_of(1, kv_dtype), 24), [prompt]).ids(key_of(0))
-    giver = engine_of(backend_of(sender, kv_dtype), 24, max_batched_tokens=25, exposed=transport != "gloo")
-    taker, made, pairs = engine_of(backend_of(receiver, kv_dtype), 24), over(transport), Pairs()
+    expected = run(engine_of(alone, 24), [prompt]).ids(key_of(0))
+    giver = engine_of(sender, 24, max_batched_tokens=25, exposed=transport != "gloo")
+    taker, made, pairs = engine_of(receiver, 24), over(transport), Pairs()
     room, key = reserved(taker, len(prompt)), key_of()
     pair = pairs(
         SMALL_FRAMES, source=giver.kv, target=taker.kv, send=lambda _: [made(giver.kv)], recv=lambda _: [made(taker.kv)]

@@ -82,7 +82,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "workers": {
         "process_started": (_ALL, "the whole config of the process, without secrets; `gpus` is CUDA_VISIBLE_DEVICES"),
         "model_loading": (_BOTH, "progress, every few seconds"),
-        "model_loaded": (_BOTH, "the model is in memory; `dtype`: that of the KV; `resident_gb`: the whole process"),
+        "model_loaded": (_BOTH, "the model is in memory; `dtype`: of the KV; `backend`: native, or transformers X"),
         "old_cache_in_use": (_BOTH, "after a change of role the old KV cache is not freed; its memory stays in use"),
         "model_loads_anew": (_BOTH, "the new role needs other weights"),
         "worker_ready": (_BOTH, "the worker is registered and serves"),
@@ -178,6 +178,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "profile_unwritable": (_BOTH, "a measured dtype could not be kept, so the next start measures again"),
         "verify_passes": (_BOTH, "the shapes of verify passes"),
         "weights_widened": (_BOTH, "these kinds of quantised layers are kept in the model's dtype"),
+        "fallback_checked": (_BOTH, "over Baton's KV, a model in transformers gives the logits of transformers"),
         "fixed_forwards_checked": (_BOTH, "the results of a fixed shape do not depend on the other sequences"),
         "fixed_forwards_vary": (_BOTH, "they do depend on them, so this worker accepts no deterministic requests"),
         "decode_steps_vary": (

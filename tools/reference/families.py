@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
 from baton.engine.models.config import FAMILIES, Family
 from baton.engine.models.config_variants import DENSE
 from tools.reference.pages import Page, code, table
@@ -13,7 +18,20 @@ BIASES = (("qkv_bias", "q, k, v"), ("o_bias", "o"), ("mlp_bias", "MLP"))
 
 def page() -> Page:
     """Return the page of models."""
-    return Page("models.md", {"families": table(HEAD, (_row(*each) for each in FAMILIES.items()))})
+    parts = {"families": table(HEAD, (_row(*each) for each in FAMILIES.items())), "fallback": _fallback()}
+    return Page("models.md", parts)
+
+
+def _fallback() -> str:
+    """Return the results of `tools.fallback_models`."""
+    results: dict[str, Any] = json.loads((Path(__file__).parent / "fallback.json").read_text())
+    kinds = Counter(result for _, result, _ in results["models"].values())
+    counts = ", ".join(f"{count} {result}" for result, count in kinds.most_common())
+    exact = ", ".join(code(name) for name, (_, result, _) in results["models"].items() if result == "exact")
+    rows = ((code(name), why) for name, (_, result, why) in results["models"].items() if result != "exact")
+    return f"transformers {results['transformers']}, {results['date']}: {counts}.\n\n**Exact**: {exact}.\n\n" + table(
+        ("`model_type`", "refused, or not tried, because"), rows
+    )
 
 
 def _row(name: str, family: Family) -> tuple[str, ...]:

@@ -41,6 +41,7 @@ def _measurable(config: ClusterConfig, gpus: Sequence[str]) -> Path | None:
     """Return the folder of a bfloat16 checkpoint for which `auto` is to be measured on this host, or None."""
     model = config.model
     fixed = model.dtype != "auto" or model.quantize != "none" or model.path == ORACLE_MODEL
+    fixed = fixed or model.backend == "transformers"
     if fixed or config.ray.address not in ON_THIS_HOST or gpu_pools(config, len(gpus)):
         return None
     folder = model_folder(model.path, weights=False)

@@ -185,10 +185,12 @@ def determinism(cluster: ClusterStatus) -> Iterator[str]:
 
 
 def _computes_with(info: WorkerInfo) -> str:
-    """Return the level of CPU kernels, the dtype of KV, and the weight format if it differs: avx2 bfloat16 int8."""
+    """Return the level of CPU kernels, the dtype of KV, and, if they are unusual, the weight format and the code of the
+    layers: avx2 bfloat16 int8.
+    """
     weights = "" if info.quantize == "none" else info.quantize
     dtype = "KV:int8" if info.layout.dtype == "int8" else info.layout.dtype
-    return " ".join(part for part in (info.cpu_level, dtype, weights) if part)
+    return " ".join(part for part in (info.cpu_level, dtype, weights, info.backend) if part)
 
 
 def _row(worker: WorkerStatus) -> tuple[str, ...]:

@@ -179,10 +179,16 @@ class _Sums(NamedTuple):
 
 
 class SteadyAttention:
-    """Implementation of `baton.engine.kernels.base.Attention` for any device and dtype, in fixed forwards."""
+    """Implementation of `baton.engine.kernels.base.Attention` for any device and dtype, in fixed forwards. In others, a
+    sequence is one chunk. `softcap` limits scores, and `sinks` [heads] are scores of a key without a value.
+    """
 
-    def __init__(self, batch: Batch, block_size: int, window: int | None, scale: float) -> None:
+    def __init__(
+        self, batch: Batch, block_size: int, window: int | None, scale: float,
+        *, softcap: float | None = None, sinks: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self._scale, self._block_size, self._window = scale, block_size, window
+        self._softcap, self._sinks, self._fixed = softcap, sinks, batch.fixed
         starts = accumulate(batch.query_lens, initial=0)
         self._rows = [slice(start, start + n) for start, n in zip(starts, batch.query_lens, strict=False)]
         lengths = zip(batch.block_tables.to(torch.int64), batch.query_lens, batch.context_lens, strict=True)
@@ -198,10 +204,11 @@ class SteadyAttention:
     def _cut(self, table: Tensor, tokens: int, context: int) -> list[_FixedChunk]:
         own = torch.arange(context - tokens, context, device=table.device)[:, None]
         low = _first_seen(context - tokens, self._window)
-        return [self._chunk(table, own, at, context) for at in range(low // CHUNK * CHUNK, context, CHUNK)]
+        size = CHUNK if self._fixed else context
+        spans = [torch.arange(at, at + size, device=table.device) for at in range(low // size * size, context, size)]
+        return [self._chunk(table, own, span, context) for span in spans]
 
-    def _chunk(self, table: Tensor, own: Tensor, at: int, context: int) -> _FixedChunk:
-        span = torch.arange(at, at + CHUNK, device=table.device)
+    def _chunk(self, table: Tensor, own: Tensor, span: Tensor, context: int) -> _FixedChunk:
         hidden = span > own if self._window is None else (span > own) | (span <= own - self._window)
         there = span.clamp(max=context - 1)  # positions after the end were never written
         return table[there // self._block_size] * self._block_size + there % self._block_size, hidden
@@ -212,13 +219,18 @@ class SteadyAttention:
         kv_heads, value_dim = values.shape[1], head_dim(values)
         # The query heads of a KV head are rows of one product: [kv_heads, group * tokens, dim].
         q = query.view(tokens, kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim).float()
-        nothing = q.new_zeros(*q.shape[:2], 1)
+        total = q.new_full((*q.shape[:2], 1), 0.0 if self._sinks is None else 1.0)
+        peak = torch.full_like(total, -torch.inf)
+        if self._sinks is not None:
+            peak = self._sinks.float().view(-1, 1).expand(-1, tokens).reshape(peak.shape)
         spare = -value_dim % ALIGNED
-        sums = _Sums(nothing - torch.inf, nothing, q.new_zeros(*q.shape[:2], value_dim + spare))
+        sums = _Sums(peak, total, q.new_zeros(*q.shape[:2], value_dim + spare))
         for slots, hidden in chunks:
             k, v = (select(cache, slots, torch.float32).transpose(0, 1).float() for cache in (keys, values))
-            scores = torch.bmm(q, k.transpose(1, 2)).mul_(self._scale).view(kv_heads, -1, tokens, CHUNK)
-            scores = scores.masked_fill_(hidden, -torch.inf).flatten(1, 2)
+            scores = torch.bmm(q, k.transpose(1, 2)).mul_(self._scale)
+            if self._softcap is not None:
+                scores.div_(self._softcap).tanh_().mul_(self._softcap)
+            scores = scores.view(kv_heads, -1, *hidden.shape).masked_fill_(hidden, -torch.inf).flatten(1, 2)
             sums = _taken_in(sums, scores, pad(v, (0, spare)))
         result = sums.values[..., :value_dim] / sums.total
         return result.reshape(kv_heads, -1, tokens, value_dim).permute(2, 0, 1, 3).flatten(1, 2).to(query.dtype)

@@ -238,7 +238,12 @@ def chosen_dtype(config: ModelConfig, wanted: str, stored: str) -> str:
     the dtype of config.json, else `stored`, that of the tensors. A float16 checkpoint is computed in float32: it holds
     all values, CPUs have no fast float16, and bfloat16 would drop three bits of each weight.
     """
-    name = (config.dtype or stored) if wanted == "auto" else wanted
+    return dtype_of(config.dtype, wanted, stored)
+
+
+def dtype_of(declared: str | None, wanted: str, stored: str) -> str:
+    """Return the dtype to compute in, as `chosen_dtype` does for the dtype that config.json declares."""
+    name = (declared or stored) if wanted == "auto" else wanted
     name = "float32" if name == "float16" and wanted == "auto" else name
     if name not in {"float32", "bfloat16"}:
         raise CheckpointError(f"dtype {name!r} is not supported (supported: auto, float32, bfloat16)")

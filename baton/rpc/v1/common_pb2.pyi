@@ -740,6 +740,7 @@ class WorkerInfo(_message.Message):
     METRICS_FIELD_NUMBER: _builtins.int
     CPU_LEVEL_FIELD_NUMBER: _builtins.int
     QUANTIZE_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """prefill | decode"""
     fingerprint: _builtins.str
@@ -762,6 +763,8 @@ class WorkerInfo(_message.Message):
     """instructions of the compiled kernels, such as avx2; none: torch's kernels; empty: a GPU"""
     quantize: _builtins.str
     """weights of linear layers: none, int8 or int4; empty: an older worker"""
+    backend: _builtins.str
+    """code of the layers if it is not Baton's own, such as transformers 5.23.0"""
     @_builtins.property
     def ref(self) -> Global___WorkerRef: ...
     @_builtins.property
@@ -785,10 +788,11 @@ class WorkerInfo(_message.Message):
         metrics: _builtins.str = ...,
         cpu_level: _builtins.str = ...,
         quantize: _builtins.str = ...,
+        backend: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "ref", b"ref"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_level", b"cpu_level", "determinism", b"determinism", "fingerprint", b"fingerprint", "host", b"host", "layout", b"layout", "max_model_len", b"max_model_len", "metrics", b"metrics", "model", b"model", "nondeterminism", b"nondeterminism", "pid", b"pid", "protocol_version", b"protocol_version", "quantize", b"quantize", "ref", b"ref", "role", b"role", "thinking_chunk", b"thinking_chunk", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "cpu_level", b"cpu_level", "determinism", b"determinism", "fingerprint", b"fingerprint", "host", b"host", "layout", b"layout", "max_model_len", b"max_model_len", "metrics", b"metrics", "model", b"model", "nondeterminism", b"nondeterminism", "pid", b"pid", "protocol_version", b"protocol_version", "quantize", b"quantize", "ref", b"ref", "role", b"role", "thinking_chunk", b"thinking_chunk", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

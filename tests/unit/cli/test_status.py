@@ -86,6 +86,8 @@ def test_what_a_worker_computes_with_is_in_its_row(status):
     assert (info["cpu_level"], info["layout"]["dtype"], info["quantize"]) == ("avx512-vnni", "bfloat16", "int8")
     one.info.quantize = "none"
     assert " avx512-vnni bfloat16  " in status(router)
+    one.info.backend = "transformers 5.23.0"
+    assert " avx512-vnni bfloat16 transformers 5.23.0 " in status(router)
 
 
 def test_who_takes_deterministic_requests_is_said_once(status):

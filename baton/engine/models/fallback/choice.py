@@ -1,0 +1,45 @@
+"""The backend of a model folder: native, or the fallback through transformers."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+from baton.engine.models.config import FAMILIES
+from baton.engine.models.json_fields import Fields, read_json_object
+from baton.errors import CheckpointError, ConfigError
+
+Backend = Literal["auto", "native", "transformers"]
+INSTALL = "pip install baton-serve[transformers]"
+
+
+def chosen_backend(folder: Path, wanted: Backend) -> Backend:
+    """Return the backend; for `auto`, native if there is a family. Raises ConfigError or CheckpointError if it is not
+    installed.
+    """
+    if wanted == "native":
+        return "native"
+    installed = transformers_version()
+    if wanted == "transformers":
+        if not installed:
+            raise ConfigError(f"model.backend: transformers is not installed; {INSTALL}")
+        return "transformers"
+    path = folder / "config.json"
+    fields = Fields(str(path), read_json_object(path))
+    name = next(iter(fields.texts("architectures")), fields.text("model_type", ""))
+    native = {family.architecture for family in FAMILIES.values()}
+    if not name or name in {*native, *FAMILIES}:
+        return "native"
+    if not installed:
+        has = ", ".join(sorted(native))
+        raise CheckpointError(f"{path}: {name} has no native family ({has}); {INSTALL} to serve more architectures")
+    return "transformers"
+
+
+def transformers_version() -> str:
+    """Return the version of the installed transformers, or ""."""
+    try:
+        return version("transformers")
+    except PackageNotFoundError:
+        return ""
