@@ -105,6 +105,8 @@ def difference(backend: FallbackBackend, oracle: Any) -> str:
     for prompt, row in zip(some, greedy(backend, some, NEW, random.Random(SEED)), strict=True):
         tokens = torch.tensor([row.tokens])
         wanted = oracle(input_ids=tokens, position_ids=torch.arange(len(row.tokens))[None], use_cache=False).logits[0]
+        if row.tokens[len(prompt) :] != wanted[len(prompt) - 1 : -1].argmax(-1).tolist():
+            return f"a token after {len(prompt)} others"
         seen = sorted(row.logits)
         if wrong := differing(torch.stack([row.logits[at] for at in seen]), wanted[seen].float(), 1e-3):
             return f"position {seen[wrong[0]]} of {len(prompt)} + {NEW} tokens"

@@ -163,12 +163,12 @@ def torchao(tensors: dict[str, Tensor], names: list[str], kind: str) -> tuple[di
     from torchao.quantization.granularity import PerGroup
 
     by_group = IntxWeightOnlyConfig(weight_dtype=INT4, granularity=PerGroup(32))
-    config = {"int8": Int8WeightOnlyConfig(), "int4": by_group, "float8": Float8WeightOnlyConfig()}[kind]
+    by_row = Float8WeightOnlyConfig() if kind == "float8" else Int8WeightOnlyConfig()
     state = dict(tensors)
     for name in names:
         linear: Any = torch.nn.Linear(1, 1, bias=False)
         linear.weight = torch.nn.Parameter(tensors[name].clone())
-        quantize_(linear, config)
+        quantize_(linear, by_group if kind == "int4" or ("int4" in kind and "k_proj" in name) else by_row)
         linear.weight.scale.copy_(linear.weight.scale.half())  # kernels hold scales of groups in float16
         state[name] = linear.weight.data
         tensors[name].copy_(linear.weight.dequantize())

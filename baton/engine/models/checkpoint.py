@@ -89,8 +89,8 @@ class Checkpoint:
         stored: WeightFormat | None = None,
         packs: bool = False,
     ) -> None:
-        self.folder, self._progress, self._with_digests, self._stored = folder, progress, digests, stored
-        self._packs = stored is not None and stored.packs and packs
+        self.folder, self._progress, self._with_digests = folder, progress, digests
+        self._stored, self._packs = stored, packs
         self._clock = SystemClock()
         self._began = self._clock.monotonic()
         self._files: dict[str, Path] = {}
@@ -126,6 +126,8 @@ class Checkpoint:
         if name not in self._wide:
             return self._view(name, shape, FLOATS)
         assert self._stored is not None
+        if len(shape) not in self._stored.dimensions:
+            raise CheckpointError(f"{self.folder}: {name} must not be quantised in the format {self._stored.summary}")
         self.widened.add(name)
         found = self._stored.read(self, name, shape)
         return found.widened() if isinstance(found, Levels) else found

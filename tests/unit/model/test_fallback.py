@@ -206,6 +206,16 @@ def test_deterministic_requests_take_verify_passes(name: str, gemma: Path, tmp_p
     assert alone.tokens[key_of(0)] == beside.tokens[key_of(0)]
 
 
+@pytest.mark.slow
+def test_padding_behind_the_last_position_is_no_fault(tmp_path: Path):
+    """Fixed shapes pad to 512 rows, and the table of positions has 500."""
+    fallback_models.write("opt", tmp_path, vocab_size=259, max_position_embeddings=500)
+    backend = load(tmp_path)
+    spec = spec_of(numbers(random.Random(1), 488, 250), max_tokens=12, deterministic=True)
+    engine = engine_of(backend, 90, shapes=checked_shapes(backend, FixedShapes(2, 32)))
+    assert len(run(engine, [spec]).ids(key_of(0))) == 12
+
+
 @pytest.fixture
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("cluster") / "c.yaml"

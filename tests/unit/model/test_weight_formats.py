@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from baton.engine.models.checkpoint import Checkpoint
+from baton.engine.models.checkpoint import Checkpoint, LoadProgress
 from baton.engine.models.formats.select import declared_format
 from baton.engine.models.json_fields import Fields
 from baton.engine.models.loading import load_model
@@ -32,6 +32,7 @@ Write = Callable[[torch.Tensor], formats.Layer]
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"}
 MXFP4 = formats.NVFP4 | {"strategy": "group", "group_size": 32}
 
 
@@ -52,6 +53,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Write, bool]] = {
     "float by block": (
         *of_compressed("float-quantized", FP8 | {"strategy": "block", "block_structure": [40, 40]}), False,
     ),
+    "int4 in bytes": (*of_compressed("int-quantized", INT4), True),
     "nvfp4": (*of_compressed("nvfp4-pack-quantized", formats.NVFP4), False),
     "mxfp4": (*of_compressed("mxfp4-pack-quantized", MXFP4), False),
     "modelopt fp8": ({"quant_method": "modelopt", "quant_algo": "FP8"}, formats.modelopt_fp8, False),
@@ -61,7 +63,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Write, bool]] = {
     "gptq v2 of 2 bits": (
         GPTQ | {"bits": 2, "checkpoint_format": "gptq_v2"}, partial(formats.gptq, bits=2, group=32, version=2), True,
     ),
-    "gptq of 3 bits": (GPTQ | {"bits": 3}, partial(formats.gptq, bits=3, group=32), True),
+    "gptq of 3 bits": (GPTQ | {"bits": 3}, partial(formats.gptq, bits=3, group=32, symmetric=True), True),
     "gptq of 8 bits by row": (GPTQ | {"bits": 8, "group_size": -1}, partial(formats.gptq, bits=8, group=-1), True),
     "gptq in any order": (GPTQ | {"desc_act": True}, partial(formats.gptq, bits=4, group=32, ordered=True), False),
     "gptq in groups of 16": (GPTQ | {"group_size": 16}, partial(formats.gptq, bits=4, group=16), False),
@@ -105,6 +107,17 @@ def test_tokens_are_those_of_the_widened_weights(name: str, tmp_path: Path, monk
     assert widened == ([] if packed else [every])
 
 
+def test_versions_of_gptq_are_other_models(tmp_path: Path):
+    """The tensors are the same, and their meaning is another. Each part counts once in the progress."""
+    section, layer, _ = FORMATS["gptq"]
+    write(tmp_path, section, layer)
+    steps = list[LoadProgress]()
+    first = load_model(tmp_path, progress=steps.append).fingerprint
+    assert steps[-1].bytes_done == sum(each.nbytes for each in load_file(tmp_path / "model.safetensors").values())
+    edit_config(tmp_path, quantization_config=section | {"checkpoint_format": "gptq_v2"})
+    assert load_model(tmp_path).fingerprint != first
+
+
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
 def test_experts_and_latent_attention(family: str, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("BATON_CPU_LEVEL", "none")
@@ -113,7 +126,7 @@ def test_experts_and_latent_attention(family: str, tmp_path: Path, monkeypatch):
         check_equal(tmp_path / name, write(tmp_path / name, section, layer, family, **EXPERTS[family]))
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "float8", "int4 of mslk"])
+@pytest.mark.parametrize("kind", ["int8", "int4", "float8", "int8 and int4", "int4 of mslk"])
 def test_torchao(kind: str, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("BATON_CPU_LEVEL", "none")
     reference = random_checkpoint(tmp_path, "llama", **SIZES)
@@ -170,6 +183,8 @@ WRONG: list[tuple[str, Callable[[Path], None], str]] = [
     ("gptq", edited(".scales", lambda each: each.int()), "proj.scales has dtype torch.int32"),
     ("gptq", edited(".g_idx", lambda each: each.flip(0)), "g_idx has groups in another order"),
     ("gptq in any order", edited(".g_idx", lambda each: each - 1), "g_idx has a group outside 0 to 1"),
+    ("gptq in any order", edited(".g_idx", lambda each: each + 1), "g_idx has a group outside 0 to 1"),
+    ("int4 in bytes", edited("k_proj.weight", lambda each: each + 8), "k_proj.weight has a level outside int4"),
     ("gptq", edited(".qzeros", lambda each: each | -1), "qzeros has the zero level 15, which is ambiguous"),
     ("gptq", declared(bits=5), "bits must be 2, 3, 4 or 8, got 5"),
     ("gptq", declared(checkpoint_format="marlin"), "checkpoint_format 'marlin' is not supported"),
@@ -182,6 +197,7 @@ WRONG: list[tuple[str, Callable[[Path], None], str]] = [
     ("fp8 tensor", edited("o_proj.weight", lambda each: each.float()), "unexpected tensors: .*o_proj.weight_scale_inv"),
     ("nvfp4", edited("_global_scale", lambda each: each.repeat(2)), "global_scale has shape .2., expected one number"),
     ("modelopt fp8", declared(quant_algo="W4A8"), "quant_algo 'W4A8' is not supported"),
+    ("modelopt nvfp4", edited("norm.weight", lambda each: each.byte()), "must not be quantised in the format nvfp4"),
     ("nf4", edited("__nf4", lambda each: each[:-9]), "bitsandbytes__nf4 is not valid JSON"),
     ("nf4", edited("k_proj.weight", lambda each: each[:-1]), r"k_proj.weight has \d+ bytes, expected \d+"),
     ("nf4", edited(".absmax", lambda each: each[1:]), "absmax has shape"),

@@ -55,8 +55,9 @@ class FallbackBackend:
     def forward(self, batch: Batch, kv: KVCache) -> Tensor:
         self.kernels.begin(batch)
         forward = attention.PagedForward(batch, kv, self.kernels)
+        positions = batch.positions.clamp(max=self.max_model_len - 1)  # padding goes beyond a table of positions
         with attention.running(forward):
-            logits = logits_of(self.model, batch.token_ids, batch.positions, batch.logit_rows)
+            logits = logits_of(self.model, batch.token_ids, positions, batch.logit_rows)
         forward.finish()
         return logits
 

@@ -86,10 +86,16 @@ class WeightFormat:
     scheme: Scheme | None = None
     scheme_of: Callable[[Source, str], Scheme | None] | None = None
     unread: tuple[str, ...] = ()
+    dimensions: tuple[int, ...] = (2,)  # of matrices, or stacks of them, that can be read
 
     @property
     def packs(self) -> bool:
         return self.scheme is not None or self.scheme_of is not None
+
+
+def wide_names(end: str, wide: str, dtypes: Sequence[str]) -> Callable[[str, str], str | None]:
+    """Return a `wide_name` for main parts of some dtypes with names that end with `end`, which `wide` replaces."""
+    return lambda name, dtype: name.removesuffix(end) + wide if name.endswith(end) and dtype in dtypes else None
 
 
 def packed_scheme(bits: int, group: int) -> Scheme | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Sequence
 from functools import partial
 
@@ -25,10 +24,11 @@ from baton.engine.models.formats.base import (
     packed_scheme,
     spread,
     unsigned,
+    wide_names,
 )
 from baton.engine.models.json_fields import Fields
 
-STATE = re.compile(r"(?P<name>.+)\.quant_state\.bitsandbytes__(nf4|fp4)")
+STATE = ".quant_state.bitsandbytes__"
 
 
 def parse(section: Fields) -> WeightFormat:
@@ -38,14 +38,10 @@ def parse(section: Fields) -> WeightFormat:
     if eight == four:
         raise section.error("load_in_8bit", "or load_in_4bit must be true, and not both")
     if eight:
-        return WeightFormat("bitsandbytes int8", _eight_name, _eight, packed_scheme(8, 0), unread=(".weight_format",))
+        names, unread = wide_names(".SCB", ".weight", FLOATS), (".weight_format",)
+        return WeightFormat("bitsandbytes int8", names, _eight, packed_scheme(8, 0), unread=unread)
     kind = section.text("bnb_4bit_quant_type", "fp4")
-    return WeightFormat(f"bitsandbytes {kind}", _four_name, partial(_four, kind))
-
-
-def _eight_name(name: str, dtype: str) -> str | None:
-    del dtype
-    return f"{name.removesuffix('.SCB')}.weight" if name.endswith(".SCB") else None
+    return WeightFormat(f"bitsandbytes {kind}", wide_names(STATE + kind, "", BYTES), partial(_four, kind))
 
 
 def _eight(source: Source, name: str, shape: Sequence[int]) -> Levels:
@@ -53,14 +49,8 @@ def _eight(source: Source, name: str, shape: Sequence[int]) -> Levels:
     return Levels(unsigned(source, name, shape, 8), scale[:, None], None, 8, 0)
 
 
-def _four_name(name: str, dtype: str) -> str | None:
-    del dtype
-    found = STATE.fullmatch(name)
-    return found["name"] if found else None
-
-
 def _four(kind: str, source: Source, name: str, shape: Sequence[int]) -> Tensor:
-    state_name = f"{name}.quant_state.bitsandbytes__{kind}"
+    state_name = f"{name}{STATE}{kind}"
     state = _state(source, state_name, shape)
     count, block = math.prod(shape), state.integer("blocksize")
     stored = source.part(name, None, BYTES)
@@ -75,7 +65,7 @@ def _four(kind: str, source: Source, name: str, shape: Sequence[int]) -> Tensor:
 
 def _state(source: Source, name: str, shape: Sequence[int]) -> Fields:
     try:
-        values = json.loads(bytes(source.part(name, None, BYTES).tolist()))
+        values = json.loads(bytes(source.part(name, None, BYTES).flatten().tolist()))
     except ValueError as error:
         raise source.error(name, f"is not valid JSON: {error}") from error
     if not isinstance(values, dict) or values.get("shape") != list(shape):

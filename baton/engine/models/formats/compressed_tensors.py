@@ -23,6 +23,7 @@ from baton.engine.models.formats.base import (
     packed_scheme,
     unpacked,
     unsigned,
+    wide_names,
 )
 from baton.engine.models.formats.floats import OF_ACTIVATIONS, block_of, float8, mxfp4, nvfp4
 from baton.engine.models.json_fields import Fields
@@ -66,6 +67,7 @@ def _floats(section: Fields, weights: Fields, form: str) -> WeightFormat:
         raise section.error("format", f"{form!r} with {bits} bits is not supported")
     if strategy == "block":
         block = block_of(weights, "block_structure")
+        strategy = f"block {block[0]} x {block[1]}"
     else:
         block = {"tensor": (0, 0), "channel": (1, 0)}.get(strategy) or (1, _group_size(weights, strategy))
     return float8(f"compressed-tensors fp8 {strategy}", "_scale", block)
@@ -114,12 +116,8 @@ class Integers:
     def format(self) -> WeightFormat:
         summary = f"compressed-tensors int{self.bits}" + (f" group {self.size}" if self.size else "")
         scheme = None if self.ordered else packed_scheme(self.bits, self.size)
-        return WeightFormat(summary, self.wide_name, self.read, scheme, unread=OF_ACTIVATIONS)
-
-    def wide_name(self, name: str, dtype: str) -> str | None:
-        if self.packed:
-            return name.removesuffix("_packed") if name.endswith(".weight_packed") else None
-        return name if name.endswith(".weight") and dtype == "I8" else None
+        main = ("_packed", "", ("I32",)) if self.packed else (".weight", ".weight", ("I8",))
+        return WeightFormat(summary, wide_names(*main), self.read, scheme, unread=OF_ACTIVATIONS)
 
     def read(self, source: Source, name: str, shape: Sequence[int]) -> Levels:
         """Return levels [n, k], scales and zero levels [n, groups]."""

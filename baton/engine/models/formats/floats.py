@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from baton.engine.models.formats.base import BYTES, FLOAT8, FLOATS, Source, WeightFormat, nibbles, spread
+from baton.engine.models.formats.base import BYTES, FLOAT8, FLOATS, Source, WeightFormat, nibbles, spread, wide_names
 from baton.engine.models.json_fields import Fields
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -30,10 +29,7 @@ def float8(summary: str, scale: str, block: Block) -> WeightFormat:
         wide = source.part(name, shape, FLOAT8).float()
         return wide.mul_(scales_of(source, f"{name}{scale}", shape, block, (*FLOATS, *EXPONENTS)))
 
-    def wide_name(name: str, dtype: str) -> str | None:
-        return name if dtype in FLOAT8 and not name.endswith(scale) else None
-
-    return WeightFormat(summary, wide_name, read, unread=OF_ACTIVATIONS)
+    return WeightFormat(summary, wide_names("", "", FLOAT8), read, unread=OF_ACTIVATIONS, dimensions=(2, 3))
 
 
 def nvfp4(packed: str, whole: str, *, divides: bool) -> WeightFormat:
@@ -50,7 +46,7 @@ def nvfp4(packed: str, whole: str, *, divides: bool) -> WeightFormat:
             raise source.error(f"{layer}{whole}", f"has shape {list(factor.shape)}, expected one number")
         return values.div_(factor.view(())) if divides else values.mul_(factor.view(()))
 
-    return WeightFormat("nvfp4", partial(_layer, packed, ".weight"), read, unread=OF_ACTIVATIONS)
+    return WeightFormat("nvfp4", wide_names(packed, ".weight", BYTES), read, unread=OF_ACTIVATIONS)
 
 
 def mxfp4() -> WeightFormat:
@@ -60,7 +56,7 @@ def mxfp4() -> WeightFormat:
         values = _values(source.part(f"{name}_packed", (shape[0], shape[1] // 2), BYTES))
         return values.mul_(scales_of(source, f"{name}_scale", shape, (1, 32), EXPONENTS))
 
-    return WeightFormat("mxfp4", partial(_layer, "_packed", ""), read, unread=OF_ACTIVATIONS)
+    return WeightFormat("mxfp4", wide_names("_packed", "", BYTES), read, unread=OF_ACTIVATIONS)
 
 
 def mxfp4_experts() -> WeightFormat:
@@ -75,11 +71,7 @@ def mxfp4_experts() -> WeightFormat:
             expert.copy_(_values(stored).mul_(factors[..., None]).flatten(1)[:, :k].t())
         return stack
 
-    return WeightFormat("mxfp4", partial(_layer, "_blocks", ""), read)
-
-
-def _layer(packed: str, ending: str, name: str, dtype: str) -> str | None:
-    return name.removesuffix(packed) + ending if dtype in BYTES and name.endswith(packed) else None
+    return WeightFormat("mxfp4", wide_names("_blocks", "", BYTES), read, dimensions=(3,))
 
 
 def scales_of(source: Source, name: str, shape: Sequence[int], block: Block, dtypes: Sequence[str]) -> Tensor:

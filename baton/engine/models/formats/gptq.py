@@ -13,7 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton.engine.models.formats.base import FLOATS, Levels, Source, WeightFormat, order_of, packed_scheme, unpacked
+from baton.engine.models.formats.base import (
+    FLOATS,
+    Levels,
+    Source,
+    WeightFormat,
+    order_of,
+    packed_scheme,
+    unpacked,
+    wide_names,
+)
 from baton.engine.models.json_fields import Fields
 
 PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of eight outputs in a word of AWQ
@@ -32,7 +41,8 @@ def parse_gptq(section: Fields) -> WeightFormat:
     for key in CHANGING:
         if section.values.get(key):
             raise section.error(key, "is not supported")
-    return WordLevels("gptq", bits, _group_size(section), section.flag("desc_act", False), int(form == "gptq")).format()
+    ordered, offset = section.flag("desc_act", False), int(form == "gptq")
+    return WordLevels(form, bits, _group_size(section), ordered, offset).format()
 
 
 def parse_awq(section: Fields) -> WeightFormat:
@@ -67,7 +77,7 @@ class WordLevels:
         kind = f"group {self.size}" if self.size else "one group"
         summary = f"{self.name} int{self.bits} {kind}" + (" in any order" if self.ordered else "")
         scheme = None if self.ordered else packed_scheme(self.bits, self.size)
-        return WeightFormat(summary, _wide_name, self.read, scheme)
+        return WeightFormat(summary, wide_names(".qweight", ".weight", ("I32",)), self.read, scheme)
 
     def read(self, source: Source, name: str, shape: Sequence[int]) -> Levels:
         """Return levels [n, k], scales and zero levels [n, groups]."""
@@ -106,8 +116,3 @@ class WordLevels:
         if not self.ordered and not torch.equal(order, torch.arange(k) // (self.size or k)):
             raise source.error(name, "has groups in another order, but desc_act is false")
         return order if self.ordered else None
-
-
-def _wide_name(name: str, dtype: str) -> str | None:
-    del dtype
-    return f"{name.removesuffix('.qweight')}.weight" if name.endswith(".qweight") else None
