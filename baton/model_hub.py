@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from baton.config.values import HubName, parse_hub_name
 from baton.errors import CheckpointError
 
-SMALL_FILES = ("*.json", "*.jinja", "tokenizer*")
+SMALL_FILES = ("*.json", "*.jinja", "tokenizer*", "tiktoken.model", "merges.txt")
 WEIGHT_FILES = ("*.safetensors",)
-# Subfolders hold other forms of the same model, and `consolidated` is Mistral's second copy of it.
-IGNORED = ("*/*", "consolidated*")
+# Subfolders other than `additional_chat_templates` hold other forms of the same model, and `consolidated` is Mistral's
+# second copy of it.
+IGNORED = ("[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "*/*/*", "*/*.safetensors", "consolidated*")
+_POINTER = b"version https://git-lfs"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def model_folder(path: Path | str, *, weights: bool = True) -> Path:
@@ -24,9 +29,52 @@ def model_folder(path: Path | str, *, weights: bool = True) -> Path:
     if name is not None:
         return _snapshot(name, SMALL_FILES + WEIGHT_FILES * weights)
     if Path(path).is_file():
-        why = "GGUF is not supported; " if str(path).endswith(".gguf") else ""
+        why = f"{_GGUF}; " if str(path).endswith(".gguf") else ""
         raise CheckpointError(f"model.path: {path} is a file: {why}must be a folder with config.json and safetensors")
+    if Path(path).is_dir() and (form := other_form([file.name for file in Path(path).iterdir()])):
+        raise CheckpointError(f"{path}: {form}")
     return Path(path)
+
+
+_GGUF = "GGUF is not supported: use the checkpoint in safetensors from which it was made"
+
+
+def check_file(path: Path) -> None:
+    """Raise CheckpointError if a file of a checkpoint is missing, or only its git-lfs pointer is there."""
+    try:
+        with path.open("rb") as file:
+            pointer = file.read(len(_POINTER)) == _POINTER
+    except OSError as error:
+        text = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+        raise CheckpointError(f"{path}: {text}") from None
+    if pointer:
+        text = "git lfs install, then git lfs pull in this folder"
+        raise CheckpointError(f"{path}: is a git-lfs pointer, not the file itself: run {text}")
+
+
+def other_form(names: Collection[str]) -> str:
+    """Return what a checkpoint with files of these names is, and a remedy, if it is not the form that is served."""
+    if any(name.endswith(".safetensors") and not name.startswith("adapter_") for name in names):
+        return ""
+    if "adapter_config.json" in names:
+        return "this is an adapter, not a model: merge it into its base model with peft, and serve the result"
+    gguf = next((name for name in sorted(names) if name.endswith(".gguf")), "")
+    if gguf:
+        return f"{gguf}: {_GGUF}"
+    pickle = next((name for name in sorted(names) if name.endswith(_PICKLES)), "")
+    text = "is a pickle, which can run code, and is never read: convert it to safetensors with save_pretrained"
+    return f"{pickle}: {text} of transformers" if pickle else ""
+
+
+def hub_files(path: str) -> Sequence[str]:
+    """Return the names of a Hub model's files, or none for another path. Raises CheckpointError like `model_folder`."""
+    from huggingface_hub import HfApi
+
+    name = parse_hub_name(path)
+    if name is None:
+        return ()
+    with _translated(name):
+        return HfApi().list_repo_files(name.repo, revision=name.revision)
 
 
 def pinned(path: str, folder: Path) -> str:
@@ -39,10 +87,17 @@ def _snapshot(name: HubName, patterns: tuple[str, ...]) -> Path:
     from huggingface_hub import snapshot_download  # slow to import, and not needed for a folder
 
     wanted, ignored = list(patterns), list(IGNORED)
-    try:
+    with _translated(name):
         return Path(
             snapshot_download(name.repo, revision=name.revision, allow_patterns=wanted, ignore_patterns=ignored)
         )
+
+
+@contextmanager
+def _translated(name: HubName) -> Generator[None]:
+    """Turn an error of the library into one line with a remedy."""
+    try:
+        yield
     except Exception as error:  # the library raises dozens of kinds, including those of its HTTP client
         revision = f"@{name.revision}" if name.revision else ""
         raise CheckpointError(f"model.path: hf:{name.repo}{revision}: {_why(name, error)}") from error

@@ -4,26 +4,45 @@ from __future__ import annotations
 
 import codecs
 import json
+import os
+import re
+import string
+import subprocess
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Protocol
 
 import tokenizers
 
 from baton.errors import CheckpointError
-from baton.model_hub import model_folder
+from baton.model_hub import check_file, model_folder
 
 _Decode = Callable[[tuple[int, ...]], str]
+_Json = dict[str, object]
 ORACLE_MODEL = "oracle"
 ORACLE_EOS = 256
-_CONTEXT_TOKENS = 8  # number of prompt tokens that can change the spelling of the first output tokens
 _INCOMPLETE = "\ufffd"
-_CHARACTER = 4  # UTF-8 bytes of a character, and its most tokens
-_MANY = 16  # tokens without final text; from then on, only the last ones may wait for the rest of a character
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a token that is one byte, in vocabularies of sentencepiece
+_LONE = re.compile("[\udc80-\udcff]")  # bytes that are no text, as `surrogateescape` writes them
 _FEW = 1024  # ids that may be decoded while other threads wait
 _SPELLINGS = 1 << 16  # cached texts of short token sequences; the context of a stream is mostly one token
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+# Files with a tokenizer, the best first. `transformers` converts the others.
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json")
+_CONVERT = "from transformers import AutoTokenizer as A; A.from_pretrained({0!r}).save_pretrained({0!r})"
+_CONVERSION_S = 300.0
+_CONVERSION = """
+import sys
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+found = AutoTokenizer.from_pretrained(sys.argv[1])
+if not isinstance(found, PreTrainedTokenizerFast):  # for example that of mistral-common, which has no such form
+    found = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])
+sys.stdout.write(found.backend_tokenizer.to_str())
+"""
 
 
 class Detokenizer(Protocol):
@@ -102,22 +121,27 @@ class _ByteStream:
 
 
 class _FolderTokenizer(Tokenizer):
+    """The tokenizer of a checkpoint. `vocab_size` covers the model's padded vocabulary, whose ids it may generate."""
+
     def __init__(self, folder: Path) -> None:
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise CheckpointError(f"{path}: no such file")
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing narrower
-            raise CheckpointError(f"{path}: {error}") from error
+        self._tokenizer = _read_tokenizer(folder)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        config, model = (read_object(folder / name) for name in ("tokenizer_config.json", "config.json"))
+        padded = _padded_vocabulary(model)
+        try:
+            _declare(self._tokenizer, _declared_tokens(folder, config), padded)
+        except ValueError as error:  # an id that is no number, a text that is no UTF-8
+            raise CheckpointError(f"{folder / 'tokenizer_config.json'}: a token is invalid: {error}") from error
         self.folder = folder
-        self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
-        self.eos_ids = _read_eos_ids(folder)
+        self._own_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+        self.vocab_size = max(self._own_size, padded)
+        self.eos_ids = _read_eos_ids(folder, self._tokenizer.token_to_id(_content(config.get("eos_token"))))
         self._spelling = lru_cache(_SPELLINGS)(self.decode)
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        bytewise = self._tokenizer.token_to_id("<0x00>") is not None
+        self._errors = "surrogateescape" if bytewise else "replace"
 
     def encode(self, text: str) -> list[int]:
         return self._encode(text, special=True)
@@ -143,73 +167,178 @@ class _FolderTokenizer(Tokenizer):
         return text
 
     def stream(self, prompt: Sequence[int]) -> Detokenizer:
-        return _ContextStream(self.decode, self._spelling, self._is_silent, tuple(prompt[-_CONTEXT_TOKENS:]))
+        last = next((token_id for token_id in reversed(prompt) if not self._is_silent(token_id)), None)
+        return _ContextStream(self._spelling, self._bytes, self._is_silent, self._letter, last, self._errors)
 
     def _is_silent(self, token_id: int) -> bool:
-        return token_id in self._special or token_id >= self.vocab_size
+        return token_id in self._special or self._tokenizer.id_to_token(token_id) is None
+
+    def _bytes(self, token_id: int) -> bytes | None:
+        """Return the bytes of a token that are a part of a character, or None if it is text."""
+        token = self._tokenizer.id_to_token(token_id) or ""
+        if found := _BYTE.fullmatch(token):
+            return bytes.fromhex(found[1])
+        return bytes(map(_ALPHABET.__getitem__, token)) if _ALPHABET.keys() >= set(token) else None
+
+    @cached_property
+    def _letter(self) -> tuple[int, ...]:
+        """Return a token that is text, a letter if there is one, or none. It does not change the token after it."""
+        letters = filter(None, map(self._tokenizer.token_to_id, string.ascii_letters))
+        return next(((token_id,) for token_id in (*letters, *range(self._own_size)) if self._is_text(token_id)), ())
+
+    def _is_text(self, token_id: int) -> bool:
+        token = self._tokenizer.id_to_token(token_id) or ""
+        text = "" if _BYTE.fullmatch(token) or self._is_silent(token_id) else self.decode([token_id])
+        return text.isprintable() and text[-1:].isalnum()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return the byte of each character with which byte-level vocabularies are written."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = (byte for byte in range(256) if byte not in plain)
+    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_ALPHABET = _byte_alphabet()
 
 
 class _ContextStream:
-    """Detokenizer that decodes new tokens after the last final ones, because spelling depends on neighbours. `silent`
-    tokens have no text and no effect on that of others. The time of a `push` does not grow with the stream.
+    """Detokenizer that decodes each token after the one before, because spelling depends on neighbours. `silent` tokens
+    have no text and no effect on that of others. Bytes wait only while they may begin a character, so at most three. A
+    token after them, or after a prompt that ends within a character, is decoded after `letter`.
     """
 
     def __init__(
-        self, decode: _Decode, spelling: _Decode, silent: Callable[[int], bool], prompt: tuple[int, ...]
+        self,
+        spelling: _Decode,
+        bytes_of: Callable[[int], bytes | None],
+        silent: Callable[[int], bool],
+        letter: tuple[int, ...],
+        last: int | None,
+        errors: str,
     ) -> None:
-        self._decode, self._spelling, self._silent = decode, spelling, silent
-        self._pending: tuple[int, ...] = ()
-        self._context, self._known = prompt, decode(prompt)
-        if self._known.endswith(_INCOMPLETE):  # the prompt ends within a character, which the output must not complete
-            self._context, self._known = (), ""
+        self._spelling, self._bytes_of, self._silent, self._letter = spelling, bytes_of, silent, letter
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
+        self._context: tuple[int, ...] = () if last is None else (last,)
+        if _INCOMPLETE in spelling(self._context):
+            self._context = letter
 
     def push(self, token_id: int) -> str:
         if self._silent(token_id):
             return ""
-        self._pending += (token_id,)
-        text = self._decode(self._context + self._pending)
-        if len(text) > len(self._known) and not text.endswith(_INCOMPLETE):
-            return self._take(len(self._pending), text)
-        return self._take_invalid(text) if len(self._pending) > _MANY else ""
-
-    def _take_invalid(self, text: str) -> str:
-        """Return the text before the last tokens that may belong to one character. Bytes before it are not UTF-8."""
-        last = len(self._pending) - _CHARACTER
-        for count in range(last, last - _CHARACTER, -1):  # one of these ends a character
-            first = self._decode(self._context + self._pending[:count])
-            if len(first) > len(self._known) and text.startswith(first):
-                return self._take(count, first)
-        return ""
-
-    def _take(self, count: int, text: str) -> str:
-        """Return the end of `text`, that of the context and of the first `count` pending tokens."""
-        piece = text[len(self._known) :]
-        self._context, self._pending = self._pending[:count], self._pending[count:]
-        self._known = self._spelling(self._context)
-        return piece
+        piece = self._spelling((*self._context, token_id))[len(self._spelling(self._context)) :]
+        part = self._bytes_of(token_id) if _INCOMPLETE in piece else None
+        if part is None:
+            self._context = (token_id,)
+            return self.flush() + piece
+        self._context = self._letter
+        return self._decoded(part)
 
     def flush(self) -> str:
-        piece = self._decode(self._context + self._pending)[len(self._known) :]
-        self._pending = ()
-        return piece
+        return self._decoded(b"", final=True)
+
+    def _decoded(self, part: bytes, *, final: bool = False) -> str:
+        text = self._decoder.decode(part, final)
+        return text if text.isascii() else _LONE.sub(_INCOMPLETE, text)
 
 
-def _read_eos_ids(folder: Path) -> tuple[int, ...]:
-    """Return `eos_token_id` of generation_config.json and config.json; each is a number, a list or absent."""
+def _read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
+    path = folder / "tokenizer.json"
+    source = next((name for name in TOKENIZERS if (folder / name).is_file()), path.name)
+    if source != path.name:
+        return tokenizers.Tokenizer.from_str(_converted(folder, source))
+    check_file(path)
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _converted(folder: Path, source: str) -> str:
+    """Return the tokenizer.json that `transformers` makes of other files, in another process: it may import torch."""
+    command, env = [sys.executable, "-c", _CONVERSION, str(folder)], os.environ | {"HF_HUB_OFFLINE": "1"}
+    try:
+        done = subprocess.run(command, capture_output=True, env=env, check=False, timeout=_CONVERSION_S)
+    except subprocess.TimeoutExpired as error:
+        raise CheckpointError(f"{folder / source}: not converted within {_CONVERSION_S:g} s") from error
+    if not done.returncode:
+        return done.stdout.decode()
+    reason = (done.stderr.decode(errors="replace").strip().splitlines() or ["no reason"])[-1]
+    remedy = "pip install transformers sentencepiece tiktoken mistral-common, then"
+    command_line = f'python -c "{_CONVERT.format(str(folder))}"'
+    problem = f"no tokenizer.json, and {source} cannot be converted ({reason})"
+    raise CheckpointError(f"{folder}: {problem}: {remedy} {command_line}")
+
+
+def _padded_vocabulary(config: _Json) -> int:
+    """Return the number of ids that the model computes by config.json, or 0 if it is absent."""
+    inner = config.get("text_config")
+    found = (inner if isinstance(inner, dict) else config).get("vocab_size", config.get("vocab_size"))
+    return found if isinstance(found, int) else 0
+
+
+def _declared_tokens(folder: Path, config: _Json) -> list[tokenizers.AddedToken]:
+    """Return the tokens of tokenizer_config.json, as `transformers` adds them. Older files count if it lists none."""
+    listed = config.get("added_tokens_decoder")
+    if not isinstance(listed, dict):
+        older = read_object(folder / "added_tokens.json")
+        listed = {token_id: {"content": text, "special": False} for text, token_id in older.items()}
+        config = config | read_object(folder / "special_tokens_map.json")
+    by_id = sorted(listed.items(), key=lambda item: int(item[0]))
+    names = [*_NAMED, *(name for name in config if name.endswith("_token") and name not in _NAMED)]
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
+    others = list(extra.values()) if isinstance(extra, dict) else extra if isinstance(extra, list) else []
+    more = [config.get(name) for name in names] + others
+    special = {_content(value) for value in more}
+    found = {_content(value): _added(value, special=_content(value) in special) for _, value in by_id}
+    found |= {_content(value): _added(value, special=True) for value in more if _content(value) not in found}
+    return [token for text, token in found.items() if text]
+
+
+def _content(value: object) -> str:
+    """Return the text of a token, which is declared as a text or an object."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else ""
+
+
+def _added(value: object, *, special: bool) -> tokenizers.AddedToken:
+    flags = {key: bool(value[key]) for key in _FLAGS if key in value} if isinstance(value, dict) else {}
+    flags = {"normalized": False} | flags | ({"special": True} if special else {})
+    return tokenizers.AddedToken(_content(value), **flags)
+
+
+def _declare(tokenizer: tokenizers.Tokenizer, declared: list[tokenizers.AddedToken], padded: int) -> None:
+    """Add tokens that the tokenizer does not list, unless the model has no row for them."""
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    new, room = [], max(0, padded - tokenizer.get_vocab_size()) if padded else len(declared)
+    for token in declared:
+        fresh = tokenizer.token_to_id(token.content) is None
+        if token.content not in known and (room or not fresh):
+            new.append(token)
+            room -= fresh
+    tokenizer.add_tokens(new)
+
+
+def _read_eos_ids(folder: Path, own: int | None) -> tuple[int, ...]:
+    """Return `eos_token_id` of generation_config.json and config.json, each a number, a list or absent, and `own`."""
     found: list[int] = []
     for path in (folder / "generation_config.json", folder / "config.json"):
-        value = _read_object(path).get("eos_token_id")
+        config = read_object(path)
+        inner = config.get("text_config")
+        value = config.get("eos_token_id", inner.get("eos_token_id") if isinstance(inner, dict) else None)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         for i in ids:
             if type(i) is not int or i < 0:
                 raise CheckpointError(f"{path}: eos_token_id must be a token id or a list of them, got {value!r}")
             found.append(i)
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(found if own is None else [*found, own]))
 
 
-def _read_object(path: Path) -> dict[str, object]:
+def read_object(path: Path) -> _Json:
+    """Return the JSON object of a small file of a checkpoint, empty if there is none. Raises CheckpointError."""
     if not path.is_file():
         return {}
+    check_file(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

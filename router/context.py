@@ -37,7 +37,7 @@ class RouterSettings:
     """The settings of a router. Addresses are "host:port"; port 0 means any free port. Times are in seconds."""
 
     name: str  # of the cluster
-    model: str  # as clients name it
+    model: str  # its name as clients are shown it
     version: str = ""
     grpc: str = "127.0.0.1:50051"
     admin: str = "127.0.0.1:0"
@@ -72,6 +72,8 @@ class RouterSettings:
     traces: int = 512
     otlp: str | None = None  # export address http://host:port; None means no export
     trace_sample: float = 1.0  # exported share of traces, if the caller does not decide
+    aliases: tuple[str, ...] = ()  # other names of the model that clients may use
+    generation_defaults: bool = True  # whether generation_config.json sets the defaults of sampling
 
 
 def _exporter(settings: RouterSettings) -> Exporter | None:

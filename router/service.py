@@ -23,6 +23,7 @@ from router.auth.interceptor import current_grant
 from router.auth.tokens import Concurrency, limited, may_cancel
 from router.context import RouterContext
 from router.parsing.generate_request import RequestParser, check_resumes, needs_thread, resumed_name
+from router.parsing.model_defaults import sampling_defaults
 from router.request.client_request import ClientCall, ClientRequest
 from router.request.delivery import Context, EventStream, StallTimeout
 from router.request.lifecycle import serve_request
@@ -41,6 +42,8 @@ class Inference(InferenceServicer):
             settings.model,
             think_while_decoding=settings.think_while_decoding,
             resumable_s=settings.resumable_s,
+            aliases=settings.aliases,
+            defaults=sampling_defaults(tokenizer) if settings.generation_defaults else None,
         )
         self._concurrency, self._texts = Concurrency(), Concurrency()
         self._stall = StallTimeout(settings.client_stall_s)
@@ -156,6 +159,8 @@ class Inference(InferenceServicer):
             vocab_size=parser.tokenizer.vocab_size,
             tool_form=parser.chats.tool_form,
             thinking_chunk=pool.thinking_chunk() or 0,
+            aliases=self._settings.aliases,
+            defaults=parser.defaults if parser.defaults.ListFields() else None,
         )
         return pb.ListModelsReply(models=[model])
 

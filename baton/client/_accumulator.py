@@ -44,6 +44,7 @@ class Fold:
         self.timings: Timings | None = None
         self.placement: Placement | None = None
         self.system_fingerprint = ""
+        self._defaults = common.Sampling()  # that the router added to the request
         self.trace_id = ""
         self.trace: tuple[Span, ...] = ()
         self._started = False  # an event has arrived; the request must not be sent again
@@ -84,7 +85,7 @@ class Fold:
             case "finished":
                 self._finished(event.finished)
             case "accepted":
-                self.system_fingerprint = event.accepted.system_fingerprint
+                self.system_fingerprint, self._defaults = event.accepted.system_fingerprint, event.accepted.defaults
             case "completed":
                 self.usage = Usage(**values(event.completed.usage))
                 self.timings = Timings(**values(event.completed.timings))

@@ -92,6 +92,7 @@ class AsyncStream(Fold):
             return stub.Generate(self._request, timeout=left, metadata=client._metadata)
         request = inference.ResumeRequest(request_id=self.request_id, request=self._request)
         request.received.extend(self._received(self._request.n))
+        request.request.sampling.MergeFrom(self._defaults)
         request.system_fingerprint = self.system_fingerprint
         self._rewind()
         return stub.Resume(request, timeout=left, metadata=client._metadata)

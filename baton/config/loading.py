@@ -196,7 +196,8 @@ def _with_model_path(config: ClusterConfig, file: Path) -> ClusterConfig:
     if found is None:
         tried = ", ".join(str(place / given) for place in places)
         raise ConfigError(f"model.path: no folder {config.model.path!r} (looked for {tried})")
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(found.resolve())})})
+    whole = found.resolve() if ".." in given.parts else found.absolute()  # a link keeps its name, which clients see
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(whole)})})
 
 
 def _is_folder(path: Path) -> bool:

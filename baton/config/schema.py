@@ -29,6 +29,7 @@ from baton.config.values import (
     Host,
     Interface,
     Milliseconds,
+    ModelName,
     NodeLabels,
     Origin,
     Processes,
@@ -273,12 +274,26 @@ class ModelConfig(Section):
         default="auto", description="maximum length of prompt and answer; auto means the limit by model and kv_memory"
     )
     seed: int = Field(default=0, description="seed of the oracle's weights")
+    served_name: ModelName | Annotated[tuple[ModelName, ...], Field(min_length=1)] | None = Field(
+        default=None,
+        description="name or names for clients, the first one is shown; by default the folder's name or org/name",
+    )
+    generation_defaults: Literal["model", "none"] = Field(
+        default="model", description="defaults of sampling: those of generation_config.json, or none of them"
+    )
 
     @property
     def name(self) -> str:
-        """Model name for clients: the last part of its path, or its `org/name`."""
+        """Model name that clients are shown."""
+        return self.names[0]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All model names that clients may use: those set, or the last part of its path, or its `org/name`."""
+        if self.served_name is not None:
+            return (self.served_name,) if isinstance(self.served_name, str) else self.served_name
         hub = parse_hub_name(self.path)
-        return hub.repo if hub else PurePath(self.path).name
+        return (hub.repo if hub else PurePath(self.path).name,)
 
     @field_validator("path")
     @classmethod

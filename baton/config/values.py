@@ -102,6 +102,7 @@ Origin = Annotated[str, Field(pattern=r"^(\*|https?://[A-Za-z0-9_.-]{1,253}(:[0-
 Host = Annotated[str, BeforeValidator(parse_host), WithJsonSchema({"type": "string", "pattern": f"^({HOST.pattern})$"})]
 Label = Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[A-Za-z0-9]([A-Za-z0-9_./-]*[A-Za-z0-9])?$")]
 NodeLabels = dict[Label, Label]
+ModelName = Annotated[str, Field(pattern=r"^[!-~]{1,128}$")]
 Interface = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:@-]{1,15}$")]
 # Generous limits; larger values fail in clocks, sockets or arrays far from here.
 Seconds = Annotated[float, Field(gt=0, le=1e6)]

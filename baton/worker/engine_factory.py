@@ -218,10 +218,10 @@ def load_backend(settings: WorkerSettings) -> ModelBackend:
     from baton.engine.models.loading import load_model
     from baton.engine.tp.backend import Ranking, load_sharded
 
-    folder = model_folder(settings.model_path)
     if served_by(settings):
-        return _load_fallback(settings, folder, device)
-    config = read_config(folder)
+        return _load_fallback(settings, model_folder(settings.model_path), device)
+    config = read_config(model_folder(settings.model_path, weights=False))
+    folder = model_folder(settings.model_path)
     check_heads(settings, device, config.head_dim)
     thinking = config.thinking
     chunk = 0 if thinking is None else thinking.chunk_size

@@ -14,6 +14,7 @@ from typing import Any
 
 import orjson
 import uvicorn
+from google.protobuf.json_format import MessageToDict
 from prometheus_client import CollectorRegistry
 from starlette import status
 from starlette.applications import Starlette
@@ -133,7 +134,7 @@ class Gateway:
     async def model(self, request: Request) -> Response:
         found, name = await self._upstream.models(_metadata(request)), request.path_params["name"]
         for each in found:
-            if each.id == name:
+            if name in {each.id, *each.aliases}:
                 return _json(self._model(each))
         raise UnknownModel(f"model {name[:128]!r} is not served; served: {', '.join(each.id for each in found)}")
 
@@ -194,7 +195,8 @@ class Gateway:
 
     def _model(self, model: pb.Model) -> Json:
         known = {"id": model.id, "object": "model", "created": self._started, "owned_by": "baton"}
-        return known | {"max_model_len": model.max_model_len}
+        defaults = MessageToDict(model.defaults, preserving_proto_field_name=True)
+        return known | {"max_model_len": model.max_model_len, "generation_defaults": defaults}
 
 
 def _metadata(request: Request) -> Metadata:

@@ -262,7 +262,7 @@ class _Received:
         self.attempts = upstream.attempts(_RETRIES)
         self.name = ""  # the request id; set by the first event
         self.resumable = False
-        self._fingerprint = ""
+        self._fingerprint, self._defaults = "", common_pb2.Sampling()
         self._ids = defaultdict[int, list[int]](list)  # by choice
         self._once = set[tuple[str, int, int]]()  # events without tokens: kind, choice, chunk
 
@@ -272,6 +272,7 @@ class _Received:
         if not name:
             return stub.Generate(self._request, metadata=metadata)
         message = pb.ResumeRequest(request_id=name, request=self._request, system_fingerprint=self._fingerprint)
+        message.request.sampling.MergeFrom(self._defaults)
         message.exact = not self.name
         message.received.extend(common_pb2.TokenIds(ids=self._ids[i]) for i in range(self._request.n or 1))
         return stub.Resume(message, metadata=metadata)
@@ -296,7 +297,7 @@ class _Received:
             case "tokens":
                 choice = event.tokens.choice  # the text that a stop string held back
             case "accepted":
-                self._fingerprint = event.accepted.system_fingerprint
+                self._fingerprint, self._defaults = event.accepted.system_fingerprint, event.accepted.defaults
             case "thought":
                 choice, chunk = event.thought.choice, event.thought.chunk
             case "finished":

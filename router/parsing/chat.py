@@ -150,9 +150,13 @@ def _loads(text: str) -> object:
 
 
 def _sources(folder: Path, config: dict[str, object]) -> dict[str, str]:
-    """Return the text of each template by name. `chat_template.jinja` has precedence over tokenizer_config.json."""
-    path = folder / "chat_template.jinja"
-    entry = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+    """Return the text of each template by name. Own files have precedence over tokenizer_config.json, all of it."""
+    files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (single := folder / "chat_template.jinja").is_file():
+        files["default"] = single
+    if files:
+        return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    entry = config.get("chat_template")
     if entry is None or isinstance(entry, str):
         return {"default": entry} if entry else {}
     try:

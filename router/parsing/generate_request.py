@@ -4,6 +4,7 @@ Defaults of unset fields:
 - `max_tokens`: the rest of the model's length, but at most 16 unless the prompt is a chat. A set value that exceeds the
   model's length is rejected with both numbers, never clipped.
 - `seed`: derived from the idempotency key or the request's name, so that all workers of the request have the same one.
+- temperature, top_p, top_k, min_p, repetition_penalty: the model's, by its generation_config.json.
 - `think_while_decoding`: as in the cluster file, but off for deterministic requests. For a model that
   does not think, `router.request.lifecycle.fitted` turns it off.
 """
@@ -59,16 +60,27 @@ class ParsedRequest:
     thinks: tuple[str, ...]  # set fields that need a model that thinks
     spell: Callable[[Sequence[int]], str] | None
     wants_spans: bool
+    defaults: common_pb2.Sampling | None  # the model's, of parameters that the request left out
     exact: bool  # only repeat the record of the stream
 
 
 class RequestParser:
-    """Parses the requests to `model`. `think_while_decoding` and `resumable_s` are defaults of unset fields."""
+    """Parses the requests to `model` or one of its `aliases`. `think_while_decoding`, `resumable_s` and `defaults`, the
+    model's of sampling, are for unset fields.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer, model: str, *, think_while_decoding: bool = False, resumable_s: float = 0.0
+        self,
+        tokenizer: Tokenizer,
+        model: str,
+        *,
+        think_while_decoding: bool = False,
+        resumable_s: float = 0.0,
+        aliases: tuple[str, ...] = (),
+        defaults: common_pb2.Sampling | None = None,
     ) -> None:
-        self.tokenizer, self.model = tokenizer, model
+        self.tokenizer, self._names = tokenizer, (model, *aliases)
+        self.defaults = defaults or common_pb2.Sampling()
         self.chats = Chats.of(tokenizer)
         self.limiter = ParseLimiter()
         self._grammars = Grammars(tokenizer)
@@ -100,15 +112,19 @@ class RequestParser:
             thinks=tuple(field for field, value in thinking_fields if value),
             spell=self.tokenizer.decode if request.thoughts else None,
             wants_spans=request.trace,
+            defaults=_left_out(self.defaults, request.sampling),
             exact=message.exact,
         )
 
     async def _spec(self, message: pb.GenerateRequest, max_model_len: int | None, seed: int) -> SequenceSpec:
         """Return a complete spec: tokens within the vocabulary, all sampling set, output within the model's length."""
-        check_model(message.model, self.model)
+        self.check_model(message.model)
         violations = list(_violations(message))
         logprobs = message.logprobs if message.HasField("logprobs") else None
-        sampling = _converted(lambda: convert.sampling_from_pb(message.sampling, logprobs), violations)
+        whole = common_pb2.Sampling()
+        whole.CopyFrom(self.defaults)
+        whole.MergeFrom(message.sampling)
+        sampling = _converted(lambda: convert.sampling_from_pb(whole, logprobs), violations)
         constraint = None
         if message.HasField("constraint"):
             constraint = _converted(lambda: convert.constraint_from_pb(message.constraint), violations)
@@ -160,13 +176,19 @@ class RequestParser:
         few = len(ids) <= _THREAD_CHARS
         return self.tokenizer.decode(list(ids)) if few else await asyncio.to_thread(self.tokenizer.decode, list(ids))
 
+    def check_model(self, name: str) -> None:
+        """Check the requested model; "" means the served one. Raises UnknownModel with its name."""
+        if name not in {"", *self._names}:
+            shown, served = name[: limits.MAX_SHOWN_MODEL_CHARS], " or ".join(map(repr, self._names))
+            raise UnknownModel(f"model {shown!r} is not served; this router serves {served}")
+
     def check_tokenize(self, message: pb.TokenizeRequest) -> None:
-        check_model(message.model, self.model)
+        self.check_model(message.model)
         if (size := len(message.text)) > limits.MAX_TEXT_CHARS:
             raise InvalidRequest.of("text", f"at most {limits.MAX_TEXT_CHARS} characters, got {size}")
 
     def check_detokenize(self, message: pb.DetokenizeRequest) -> None:
-        check_model(message.model, self.model)
+        self.check_model(message.model)
         violations = _outside("ids", message.ids, self.tokenizer.vocab_size)
         if (size := len(message.ids)) > limits.MAX_DETOKENIZE_IDS:
             violations.append(Violation("ids", f"at most {limits.MAX_DETOKENIZE_IDS} tokens, got {size}"))
@@ -215,12 +237,13 @@ def _received(message: pb.ResumeRequest, spec: SequenceSpec, vocab_size: int) ->
     return found + [()] * (choices - len(found))
 
 
-def check_model(name: str, served: str) -> None:
-    """Check the requested model; "" means the served one. Raises UnknownModel with its name."""
-    if name not in {"", served}:
-        raise UnknownModel(
-            f"model {name[: limits.MAX_SHOWN_MODEL_CHARS]!r} is not served; this router serves {served!r}"
-        )
+def _left_out(defaults: common_pb2.Sampling, sampling: common_pb2.Sampling) -> common_pb2.Sampling | None:
+    """Return the defaults of fields that `sampling` does not set, or None if there are none."""
+    added = common_pb2.Sampling()
+    added.CopyFrom(defaults)
+    for field, _ in sampling.ListFields():
+        added.ClearField(field.name)  # type: ignore[arg-type]  # the stub lists the names
+    return added if added.ListFields() else None
 
 
 def _converted(convert_it: Callable[[], Converted], violations: list[Violation]) -> Converted | None:

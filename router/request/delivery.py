@@ -15,6 +15,7 @@ from baton.core import Finish, Thought, Token, TokenLogprobs
 from baton.errors import BatonError, Cancelled, EngineFault
 from baton.rpc import convert
 from baton.rpc.v1 import inference_pb2 as pb
+from baton.rpc.v1.common_pb2 import Sampling
 
 Context = aio.ServicerContext[Any, Any]
 _SOON_S = 0.01
@@ -189,10 +190,12 @@ class EventStream:
             await asyncio.shield(self._begun)
             self._begun = None
 
-    async def accepted(self, prompt_tokens: int, cached_tokens: int, system_fingerprint: str = "") -> None:
+    async def accepted(
+        self, prompt_tokens: int, cached_tokens: int, determinism: str = "", defaults: Sampling | None = None
+    ) -> None:
         """Start to send Accepted. Returns without waiting for the write, unless the client does not read."""
-        event = pb.Accepted(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens)
-        event.system_fingerprint = system_fingerprint
+        event = pb.Accepted(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens, defaults=defaults)
+        event.system_fingerprint = determinism
         await self._write(begin=True, accepted=event)
 
     async def tokens(self, choice: int, tokens: list[Token], *, recorded: bool = False) -> None:

@@ -256,7 +256,8 @@ class ChoiceRun:
         if attempt.spec.deterministic:
             self.request.determinism = attempt.determinism
         if self.choice == 0:
-            await client.accepted(len(self.spec.prompt), self._cached_tokens or 0, attempt.determinism)
+            rest = attempt.determinism, self.request.parsed.defaults
+            await client.accepted(len(self.spec.prompt), self._cached_tokens or 0, *rest)
 
     def deliver(self, tokens: list[Token]) -> list[Token]:
         """Return those of `tokens` that the client does not have yet, in order."""

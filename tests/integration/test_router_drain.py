@@ -3,18 +3,23 @@
 import asyncio
 import contextlib
 import stat
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import grpc
+import openai
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton import AsyncClient
 from baton.errors import BatonError, NoWorker
 from baton.rpc.channel import aio_channel
+from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.inference_pb2_grpc import InferenceStub
+from router import service
+from router.openai.server import GatewaySettings, HttpServer
 from tests.integration.access_support import ask, bearer, methods_of, token_file
 from tests.integration.gateway_support import raw
 from tests.support.in_process_router import at
@@ -131,3 +136,50 @@ async def test_nobody_else_gets_at_the_inner_listener_and_nothing_is_left_of_it(
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     await cluster.router.stop(0.0)
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("client", ["SDK", "HTTP"])
+async def test_a_router_with_other_defaults_continues_with_those_of_the_first_one(make, monkeypatch, client):
+    """The request leaves sampling to the model's generation_config.json, which the second router does not have."""
+    added = common_pb2.Sampling(temperature=0.25, top_k=3)
+    with monkeypatch.context() as patched:
+        patched.setattr(service, "sampling_defaults", lambda _: added)
+        first = await make()
+    second = await make()
+    targets = f"{first.router.grpc},{second.router.grpc}"
+    first.decode[0].hold(3)
+    async with AsyncExitStack() as stack:
+        if client == "SDK":
+            stream: Any
+            sdk = await stack.enter_async_context(AsyncClient(targets))
+            stream = sdk.stream("go on", max_tokens=8, top_k=7)
+        else:
+            gateway = HttpServer("127.0.0.1:0", GatewaySettings())
+            await gateway.start(targets)
+            stack.push_async_callback(gateway.stop, 0.0)
+            http = await stack.enter_async_context(
+                openai.AsyncOpenAI(base_url=f"http://{gateway.address}/v1", api_key="x", max_retries=0)
+            )
+            stream = await http.completions.create(
+                model="oracle", prompt="go on", max_tokens=8, stream=True, extra_body={"top_k": 7}
+            )
+        await anext(aiter(stream))
+        await first.router.stop(0.0)
+        async for _ in stream:
+            pass
+    begun, continued = (cluster.prefill[0].specs[-1].sampling for cluster in (first, second))
+    assert (begun.temperature, begun.top_k) == (0.25, 7)
+    assert continued == begun
+
+
+async def test_all_names_and_the_defaults_of_the_model_are_listed(make, monkeypatch):
+    monkeypatch.setattr(service, "sampling_defaults", lambda _: common_pb2.Sampling(temperature=0.25))
+    cluster = await make(aliases=("gpt-4",), http="127.0.0.1:0")
+    [model] = (await cluster.stub.ListModels(pb.ListModelsRequest())).models
+    assert (model.id, list(model.aliases), model.defaults.temperature) == ("oracle", ["gpt-4"], 0.25)
+    async with openai.AsyncOpenAI(base_url=f"http://{cluster.router.http}/v1", api_key="x", max_retries=0) as http:
+        found = await http.models.retrieve("gpt-4")
+        assert (found.id, found.to_dict()["generation_defaults"]) == ("oracle", {"temperature": 0.25})
+        assert (await http.completions.create(model="gpt-4", prompt="x", max_tokens=1)).model == "gpt-4"
+    off = await make(generation_defaults=False)
+    assert not (await off.stub.ListModels(pb.ListModelsRequest())).models[0].HasField("defaults")

@@ -1,8 +1,13 @@
 """Models by their Hub name: from a cache without network, and every error."""
 
+import hashlib
+import json
 import os
+import re
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -11,8 +16,9 @@ import pytest
 from huggingface_hub import constants, errors
 from huggingface_hub.utils._paths import filter_repo_objects
 
+from baton.engine.models.json_fields import read_json_object
 from baton.errors import CheckpointError
-from baton.model_hub import IGNORED, model_folder, pinned
+from baton.model_hub import IGNORED, check_file, model_folder, other_form, pinned
 from baton.tokenizer import load_tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -115,23 +121,130 @@ def test_what_is_asked_for(monkeypatch, tmp_path):
     assert model_folder("hf:org/tiny@v2") == model_folder("hf:org/tiny", weights=False) == tmp_path
     ((repo,), worker), (_, router) = download.call_args_list
     assert (repo, worker["revision"], router["revision"]) == ("org/tiny", "v2", None)
-    names = ["config.json", "tokenizer.json", "chat_template.jinja", "model-00001-of-00002.safetensors"]
+    names = ["config.json", "tekken.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja"]
+    names += ["merges.txt", "tokenizer.model", "model-00001-of-00002.safetensors"]
     others = ["pytorch_model.bin", "model.pt", "consolidated.safetensors", "onnx/config.json", "README.md", "m.gguf"]
+    others += ["adapter/a.json", "awq/model.safetensors", "additional_chat_templates/x/y.jinja"]
 
     def passes(options):
         return list(filter_repo_objects(names + others, **options))
 
     keys = ("allow_patterns", "ignore_patterns")
     assert passes({key: worker[key] for key in keys}) == names
-    assert passes({key: router[key] for key in keys}) == names[:3]
+    assert passes({key: router[key] for key in keys}) == names[:-1]
     assert worker["ignore_patterns"] == list(IGNORED)
+
+
+@pytest.fixture
+def hub():
+    """A server that answers huggingface_hub 2.4 as the Hub does, with `files` of one model. It lists the downloads."""
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            if path.startswith("/api/models/org/tiny/tree"):
+                self.reply(
+                    json.dumps(
+                        [{"type": "file", "path": name, "size": len(data), "oid": ""} for name, data in files.items()]
+                    ).encode()
+                )
+            elif path.startswith("/api/models/org/tiny"):
+                self.reply(json.dumps({"id": "org/tiny", "sha": COMMIT, "siblings": []}).encode())
+            elif (name := path.rpartition("/")[2]) in files:
+                if self.command == "GET":
+                    downloads.append(name)
+                self.reply(files[name])
+            else:
+                self.send_error(404)
+
+        do_HEAD = do_GET
+
+        def reply(self, data: bytes) -> None:
+            self.send_response(200)
+            headers = {"Content-Length": len(data), "ETag": hashlib.sha1(data).hexdigest(), "X-Repo-Commit": COMMIT}
+            for name, value in headers.items():
+                self.send_header(name, str(value))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    files, downloads = {file.name: file.read_bytes() for file in (ROOT / "models/demo").iterdir()}, list[str]()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", files, downloads
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "name", "words"),
+    [
+        (None, None, None),
+        ({"architectures": ["NoSuchForCausalLM"]}, None, "so its weights are not downloaded: .*'NoSuchForCausalLM'"),
+        (None, "model.bin", "model.bin: is a pickle"),
+        (None, "model.gguf", "GGUF is not supported"),
+    ],
+)
+def test_only_a_model_that_can_be_served_is_downloaded(hub, tmp_path, config, name, words):
+    at, files, downloads = hub
+    if config is not None:
+        files["config.json"] = json.dumps(config).encode()
+    if name is not None:
+        files[name] = files.pop("model.safetensors")
+    env = os.environ | {"HF_HOME": str(tmp_path), "HF_ENDPOINT": at, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "baton", "pull", "hf:org/tiny"]
+    done = subprocess.run(command, env=env, text=True, capture_output=True, cwd=tmp_path, check=False)
+    if words is None:
+        assert done.returncode == 0, done.stderr
+        assert (set(downloads), downloads[-1]) == (set(files), "model.safetensors")
+        assert "100%" in done.stderr, "a progress bar"
+        return
+    assert done.returncode == 3
+    assert re.search(words, done.stderr), done.stderr
+    assert set(downloads) <= set(files) - {"model.safetensors", "model.bin", "model.gguf"}
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["config.json", "model.safetensors", "pytorch_model.bin"], ""),
+        (["config.json"], ""),
+        (["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"], "this is an adapter, not a model"),
+        (["adapter_config.json", "model.safetensors"], ""),
+        (["README.md", "b.gguf", "a.gguf"], "a.gguf: GGUF is not supported"),
+        (["config.json", "pytorch_model.bin", "model.pth"], "model.pth: is a pickle, which can run code"),
+    ],
+)
+def test_other_forms_are_told_for_what_they_are(names, words):
+    assert other_form(names).startswith(words)
+    assert bool(other_form(names)) == bool(words)
+
+
+def test_a_pointer_is_not_the_file(tmp_path):
+    file = tmp_path / "tokenizer.json"
+    with pytest.raises(CheckpointError, match="no such file"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "adapter_config.json").touch()
+    with pytest.raises(CheckpointError, match="this is an adapter"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "adapter_config.json").unlink()
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n")
+    for reads in (lambda: check_file(file), lambda: load_tokenizer(tmp_path), lambda: read_json_object(file)):
+        with pytest.raises(CheckpointError, match=r"tokenizer.json: is a git-lfs pointer, .* git lfs pull"):
+            reads()
 
 
 def test_folders_are_themselves_and_other_names_are_refused(tmp_path):
     assert model_folder(tmp_path) == tmp_path
     assert pinned(str(tmp_path), tmp_path) == str(tmp_path)
     (tmp_path / "model.gguf").touch()
-    with pytest.raises(CheckpointError, match=r"model\.gguf is a file: GGUF is not supported; must be a folder"):
+    with pytest.raises(CheckpointError, match=r"model\.gguf is a file: GGUF is not supported: .*; must be a folder"):
         model_folder(tmp_path / "model.gguf")
     with pytest.raises(CheckpointError, match=r"model\.path: hf:tiny must be hf:org/name"):
         model_folder("hf:tiny")

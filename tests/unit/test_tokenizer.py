@@ -57,25 +57,26 @@ def test_no_token_waits_for_a_long_tail(folder, ids, invalid):
     tokenizer, longest = load_tokenizer(folder), 0
     [head] = tokenizer.encode("\U0001f600")[:1]
     ids = [*ids, *[head] * invalid]
-    whole, decoded = tokenizer.decode(ids), tokenizer.decode
+    spelling = vars(tokenizer)["_spelling"]
 
-    def decode(part):
+    def spelled(part):
         nonlocal longest
         longest = max(longest, len(part))
-        return decoded(part)
+        return spelling(part)
 
-    with mock.patch.object(tokenizer, "decode", decode):
+    with mock.patch.object(tokenizer, "_spelling", spelled):
         stream = tokenizer.stream([])
-    assert "".join(map(stream.push, ids)) + stream.flush() == whole
-    assert longest <= 40
+    assert "".join(map(stream.push, ids)) + stream.flush() == tokenizer.decode(ids)
+    assert longest <= 2
 
 
 def test_prompt_that_ends_within_a_character(tokenizer):
     half = tokenizer.encode("é")[:1]
     if len(tokenizer.encode("é")) == 1:
         pytest.fail("this test needs a character of two tokens")
-    stream = tokenizer.stream(half)
-    assert "".join(map(stream.push, tokenizer.encode("abc"))) == "abc"
+    for answer in (tokenizer.encode("abc"), tokenizer.encode("é")[1:] + tokenizer.encode("abc")):
+        stream = tokenizer.stream(half)
+        assert "".join(map(stream.push, answer)) == tokenizer.decode(answer)
 
 
 def test_oracle_is_bytes_and_an_end():
@@ -86,19 +87,57 @@ def test_oracle_is_bytes_and_an_end():
     assert tokenizer.stream([]).push(ORACLE_EOS) == ""
 
 
-def test_first_token_keeps_the_space_that_decoding_alone_would_strip(tmp_path):
-    vocab = [("<unk>", 0.0), ("▁the", -1.0), ("▁dog", -1.0), ("s", -2.0), *((f"<0x{b:02X}>", -9.0) for b in range(256))]
+def bytewise(folder, *words):
+    """Save a tokenizer in sentencepiece's manner. The ids of the words are 2, 3, ..., those of bytes begin at 100."""
+    plain = ["<unk>", "<s>", *words, *(f"<unused{i}>" for i in range(98 - len(words)))]
+    vocab = [(text, -1.0) for text in plain] + [(f"<0x{byte:02X}>", -9.0) for byte in range(256)]
     raw = tokenizers.Tokenizer(models.Unigram(vocab, unk_id=0, byte_fallback=True))
     raw.pre_tokenizer = pre_tokenizers.Metaspace()
     raw.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    raw.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer.decode([2]) == "dog"
-    stream = tokenizer.stream([1])
-    assert [stream.push(i) for i in (2, 3)] == [" dog", "s"]
-    assert [stream.push(4 + b) for b in "é".encode()] == ["", "é"]
+    raw.add_special_tokens(["<s>"])
+    raw.save(str(folder / "tokenizer.json"))
+    return load_tokenizer(folder)
+
+
+def in_bytes(text):
+    return [100 + byte for byte in (text if isinstance(text, bytes) else text.encode())]
+
+
+@pytest.mark.parametrize("words", [("▁the", "▁dog", "s"), ("▁the", "▁dog", "zz")], ids=["a letter", "no letter"])
+@pytest.mark.parametrize(
+    "prompt", [[], [1], [2], [2, 1], in_bytes("龘龘龘"), [2, *in_bytes("é") * 9], [2, *[1] * 9], in_bytes(b"\xff\xff")]
+)
+def test_the_first_token_is_spelled_as_after_the_whole_prompt(tmp_path, words, prompt):
+    tokenizer = bytewise(tmp_path, *words)
+    before = tokenizer.decode(prompt)
+    for answer in ([3, 4, *in_bytes("é日"), 3, *in_bytes("\n"), 4], [*in_bytes("日"), 3]):
+        if prompt[-1:] != in_bytes(b"\xff") or answer[0] == 3:
+            stream = tokenizer.stream(prompt)
+            text = "".join(map(stream.push, answer)) + stream.flush()
+            assert text == tokenizer.decode(prompt + answer)[len(before) :]
+
+
+def test_an_unfinished_character_holds_back_three_bytes_at_most(tmp_path):
+    tokenizer = bytewise(tmp_path, "▁the")
+    for part in (b"\xff", b"\xf0\x9f\x98", "é".encode() + b"\x80"):
+        ids, stream, text = in_bytes(part * 700), tokenizer.stream([2]), ""
+        for count, token_id in enumerate(ids, 1):
+            text += stream.push(token_id)
+            assert len(text.encode(errors="replace")) >= count - 3
+        assert text + stream.flush() == (part * 700).decode(errors="surrogateescape").translate(
+            dict.fromkeys(range(0xDC80, 0xDD00), "\ufffd")
+        )
+    stream = tokenizer.stream([2])
+    assert [stream.push(i) for i in [*in_bytes("日")[:2], 2, *in_bytes("日")]] == [
+        "",
+        "",
+        "\ufffd\ufffd the",
+        "",
+        "",
+        "日",
+    ]
 
 
 def test_special_tokens_have_no_text(folder):
@@ -117,20 +156,91 @@ def test_special_tokens_of_the_file_count_and_its_truncation_and_padding_do_not(
 
 
 @pytest.mark.parametrize(
-    ("generation", "config", "wanted"),
+    ("generation", "config", "own", "wanted"),
     [
-        ({}, {"eos_token_id": 1}, (1,)),
-        ({"eos_token_id": [7, 1]}, {"eos_token_id": 1}, (7, 1)),
-        ({"eos_token_id": 5}, {"eos_token_id": None}, (5,)),
-        (None, {}, ()),
+        ({}, {"eos_token_id": 1}, None, (1,)),
+        ({"eos_token_id": [7, 1]}, {"eos_token_id": 1}, None, (7, 1)),
+        ({"eos_token_id": 5}, {"eos_token_id": None}, "</s>", (5, 1)),
+        ({"eos_token_id": 1}, {"text_config": {"eos_token_id": 9}}, {"content": "</s>"}, (1, 9)),
+        (None, {}, {"content": "<new>", "special": True}, (277,)),
+        (None, {}, None, ()),
     ],
 )
-def test_eos_ids_of_both_files(tmp_path, generation, config, wanted):
+def test_eos_ids_are_those_of_all_files(tmp_path, generation, config, own, wanted):
     save_bpe(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": own}))
     (tmp_path / "config.json").write_text(json.dumps(config))
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     assert load_tokenizer(tmp_path).eos_ids == wanted
+
+
+DECLARED = {
+    "added_tokens_decoder": {
+        "279": {"content": "<b>", "special": False, "normalized": False, "rstrip": True},
+        "278": {"content": "<a>", "special": True},
+        "0": {"content": "<s>", "special": False},
+    },
+    "eos_token": "<end>",
+    "additional_special_tokens": ["<c>", "</s>"],
+    "image_token": "some",
+    "sep_token": "<n>",
+}
+OLDER = {"bos_token": {"content": "<end>", "__type": "AddedToken"}, "extra_special_tokens": {"x_token": "<c>"}}
+
+
+@pytest.mark.parametrize("config", [DECLARED, OLDER, {}])
+def test_tokens_of_tokenizer_config_are_those_that_transformers_adds(tmp_path, config):
+    from transformers import PreTrainedTokenizerFast
+
+    raw = tokenizers.Tokenizer.from_file(str(save_bpe(tmp_path) / "tokenizer.json"))
+    raw.add_tokens([tokenizers.AddedToken("<n>", special=False)])
+    raw.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    if "added_tokens_decoder" not in config:
+        (tmp_path / "special_tokens_map.json").write_text('{"pad_token": "<a>"}')
+        (tmp_path / "added_tokens.json").write_text('{"<b>": 278, "<a>": 279}')
+    mine, peer = load_tokenizer(tmp_path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    text = "some<a>words <b> <c></s><end>some<s> <n>"
+    ids = peer.encode(text)
+    assert len(peer) > 277
+    assert mine.encode(text) == ids
+    assert mine.decode(ids) == peer.decode(ids, skip_special_tokens=True)
+    stream = mine.stream([])
+    assert "".join(map(stream.push, ids)) == mine.decode(ids)
+
+
+def test_ids_of_the_padded_vocabulary_are_valid_and_no_token_is_added_beyond_it(tmp_path):
+    save_bpe(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"pad_token": "<pad>", "eos_token": "<end>"}))
+    for config in ({"vocab_size": 278}, {"text_config": {"vocab_size": 278}}):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        tokenizer = load_tokenizer(tmp_path)
+        assert (tokenizer.vocab_size, tokenizer.eos_ids) == (278, (277,))
+        assert len(tokenizer.encode("<pad>")) > 1
+    (tmp_path / "config.json").write_text('{"vocab_size": 326}')
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.vocab_size == 326
+    assert tokenizer.decode([325, *tokenizer.encode("some")]) == "some"
+    assert tokenizer.stream([325]).push(325) == ""
+
+
+@pytest.mark.slow
+def test_a_missing_tokenizer_json_is_made_by_transformers(tmp_path):
+    raw = json.loads((save_bpe(tmp_path) / "tokenizer.json").read_text())["model"]
+    right, text = load_tokenizer(tmp_path), "some words <|x|> naïve"
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "vocab.json").write_text(json.dumps(raw["vocab"]))
+    (tmp_path / "merges.txt").write_text("\n".join(" ".join(pair) for pair in raw["merges"]))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer", "unk_token": "<s>"}')
+    made = load_tokenizer(tmp_path)
+    assert made.encode_rendered(text) == right.encode_rendered(text)
+    assert made.decode(made.encode(text)) == text
+    (tmp_path / "vocab.json").rename(tmp_path / "tokenizer.model")
+    with pytest.raises(
+        CheckpointError, match=r"no tokenizer.json, and tokenizer.model .* then python -c \"from transf"
+    ):
+        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "trace_broke": (_ROUTER, "a bug in the exporter, with its traceback; a batch of traces is lost"),
         "tokens_not_read": (_ROUTER, "the token file is invalid; the `kept` earlier tokens stay valid"),
         "chat_template_unusable": (_ROUTER, "chats are rejected, because the model's chat template is invalid"),
+        "generation_defaults": (_ROUTER, "the model's generation_config.json sets these defaults of sampling"),
     },
     "controller": {
         "control_without_redis": (

@@ -45,9 +45,9 @@ from baton.config.loading import ENV_PREFIX
 from baton.config.values import HUB_PREFIX
 from baton.core import Role, sizes_text
 from baton.engine.kernels.cpu.compiler import cpu_level
-from baton.errors import BatonError, ConfigError
+from baton.errors import BatonError, CheckpointError, ConfigError
 from baton.logs import configure_logging
-from baton.model_hub import model_folder, pinned
+from baton.model_hub import hub_files, model_folder, other_form, pinned
 from baton.network import raise_open_files
 
 COMMAND = ("-m", "baton", "pull")
@@ -61,6 +61,15 @@ def pull(model: str) -> None:
     die_with_parent()
     if not model.startswith(HUB_PREFIX):
         raise ConfigError(f"{model}: must be a Hub name such as hf:Qwen/Qwen3-0.6B")
+    from baton.engine.models.fallback.choice import check_served  # slow to import
+
+    with suppress(CheckpointError):  # then the cached files decide
+        if form := other_form(hub_files(model)):
+            raise ConfigError(f"model.path: {model}: {form}")
+    try:
+        check_served(model_folder(model, weights=False))
+    except CheckpointError as error:
+        raise CheckpointError(f"{model} cannot be served, so its weights are not downloaded: {error}") from None
     typer.echo(model_folder(model))
 
 

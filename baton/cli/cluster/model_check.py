@@ -15,9 +15,9 @@ from baton.cluster.gpus import ON_THIS_HOST, gpu_pools
 from baton.config import ClusterConfig
 from baton.config.values import HUB_PREFIX
 from baton.core import Role
-from baton.errors import ConfigError
-
-_FILES = ("config.json", "tokenizer.json")  # read by routers and workers
+from baton.errors import CheckpointError, ConfigError
+from baton.model_hub import check_file, other_form
+from baton.tokenizer import TOKENIZERS
 
 
 def check_model(config: ClusterConfig, gpus: Sequence[str]) -> None:
@@ -39,8 +39,17 @@ def _check_folder(folder: Path) -> None:
         found = {file.name for file in folder.iterdir()}
     except OSError as error:
         raise ConfigError(f"model.path: cannot read the folder {str(folder)!r}: {error.strerror}") from None
-    if missing := [name for name in _FILES if name not in found]:
+    tokenizer = next((name for name in TOKENIZERS if name in found), TOKENIZERS[0])
+    needed = ("config.json", tokenizer)  # read by routers and workers
+    if form := other_form(found):
+        raise ConfigError(f"model.path: {str(folder)!r}: {form}")
+    if missing := [name for name in needed if name not in found]:
         raise ConfigError(f"model.path: {str(folder)!r} has no {' and no '.join(missing)}")
+    try:
+        for name in (*needed, *(name for name in sorted(found) if name.endswith(".safetensors"))):
+            check_file(folder / name)
+    except CheckpointError as error:
+        raise ConfigError(f"model.path: {error}") from None
 
 
 def _check_length(folder: Path, wanted: int | str) -> None:

@@ -195,6 +195,8 @@ def router_settings(config: ClusterConfig, index: int = 0) -> RouterSettings:
         attempts=config.retry.attempts,
         name=config.name,
         model=config.model.name,
+        aliases=config.model.names[1:],
+        generation_defaults=config.model.generation_defaults == "model",
         history=config.history,
         tls=config.security.tls,
         tokens=config.security.tokens,

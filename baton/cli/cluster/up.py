@@ -54,6 +54,7 @@ def serve(  # noqa: PLR0913, PLR0917  (the options of a command line)
     dtype: Annotated[str | None, typer.Option("--dtype", help="auto, float32 or bfloat16")] = None,
     quantize: Annotated[str | None, typer.Option("--quantize", help="int8 or int4, on CPUs")] = None,
     device: Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or cuda:N")] = None,
+    served_name: Annotated[str | None, typer.Option("--served-model-name", help="for clients")] = None,
     name: Annotated[str | None, typer.Option("--name", help="the cluster's name (default: serve)")] = None,
     config: Annotated[Path | None, typer.Option("--config", "-c", help="a cluster file under these options")] = None,
     sets: Sets = None,
@@ -74,6 +75,7 @@ def serve(  # noqa: PLR0913, PLR0917  (the options of a command line)
         ("--max-model-len", "model.max_model_len", max_model_len),
         ("--dtype", "model.dtype", dtype),
         ("--quantize", "model.quantize", quantize),
+        ("--served-model-name", "model.served_name", served_name),
         ("--device", "prefill.device", device),
         ("--device", "decode.device", device),
     )

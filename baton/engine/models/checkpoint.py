@@ -25,6 +25,7 @@ from baton.engine.models.formats.base import FLOATS, Levels, WeightFormat, joine
 from baton.engine.models.json_fields import Fields, read_json_object
 from baton.engine.models.uploads import CudaLane, Uploads
 from baton.errors import CheckpointError
+from baton.model_hub import check_file
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -229,6 +230,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 def _opened(file: Path) -> safe_open:
+    check_file(file)
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import CheckpointError
+from baton.model_hub import check_file
 
 MAX_INT = 2**31 - 1
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`. Raises CheckpointError if the file is missing, unreadable or no JSON object."""
+    check_file(path)
     try:
         value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file") from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

@@ -126,7 +126,7 @@ def load_model(  # noqa: PLR0913  (all but one have a default)
     layout = _layout(config, block_size, dtype if kv_dtype == "auto" else kv_dtype)
     name = _fingerprint(checkpoint, config, dtype, layout, quantize)
     return TransformerBackend(
-        name=folder.resolve().name,
+        name=folder.absolute().name,
         layout=layout,
         vocab_size=config.vocab_size,
         max_model_len=length,

@@ -374,21 +374,29 @@ class Accepted(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     SYSTEM_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    DEFAULTS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
     """at the decode worker, as known at that time; `Usage` has the final number"""
     system_fingerprint: _builtins.str
     """see `Completed`"""
+    @_builtins.property
+    def defaults(self) -> _common_pb2.Sampling:
+        """Sampling parameters that the request left out and that the model's generation_config.json sets. To resume, a client
+        adds them to `sampling` of its request, so that every router continues with the same ones.
+        """
+
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         system_fingerprint: _builtins.str = ...,
+        defaults: _common_pb2.Sampling | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["defaults", b"defaults"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "prompt_tokens", b"prompt_tokens", "system_fingerprint", b"system_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "defaults", b"defaults", "prompt_tokens", b"prompt_tokens", "system_fingerprint", b"system_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -845,6 +853,8 @@ class Model(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     TOOL_FORM_FIELD_NUMBER: _builtins.int
     THINKING_CHUNK_FIELD_NUMBER: _builtins.int
+    ALIASES_FIELD_NUMBER: _builtins.int
+    DEFAULTS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     max_model_len: _builtins.int
     vocab_size: _builtins.int
@@ -852,6 +862,14 @@ class Model(_message.Message):
     """Syntax of tool calls in the chat template: hermes, mistral, llama, or json (any other). Empty: it has no tools."""
     thinking_chunk: _builtins.int
     """tokens of a thinking chunk; 0 if the model does not think"""
+    @_builtins.property
+    def aliases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """other names that requests may use"""
+
+    @_builtins.property
+    def defaults(self) -> _common_pb2.Sampling:
+        """of requests that set none, from the model's generation_config.json"""
+
     def __init__(
         self,
         *,
@@ -860,10 +878,12 @@ class Model(_message.Message):
         vocab_size: _builtins.int = ...,
         tool_form: _builtins.str = ...,
         thinking_chunk: _builtins.int = ...,
+        aliases: _abc.Iterable[_builtins.str] | None = ...,
+        defaults: _common_pb2.Sampling | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["defaults", b"defaults"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "max_model_len", b"max_model_len", "thinking_chunk", b"thinking_chunk", "tool_form", b"tool_form", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "defaults", b"defaults", "id", b"id", "max_model_len", b"max_model_len", "thinking_chunk", b"thinking_chunk", "tool_form", b"tool_form", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -121,11 +121,17 @@ def test_a_plan_that_needs_more_gpus_than_there_are_is_refused_before_anything_s
     assert not (tmp_path / "home").exists()
 
 
+LFS = "version https://git-lfs.github.com/spec/v1"
+
+
 @pytest.mark.parametrize(
     ("files", "tree", "words"),
     [
         (None, {}, "model.path: cannot read the folder"),
         ({"config.json": "{}"}, {}, "has no tokenizer.json"),
+        ({"config.json": "{}", "vocab.json": "", "merges.txt": ""}, {}, None),
+        ({"config.json": "{}", "a.gguf": ""}, {}, "model'?: a.gguf: GGUF is not supported"),
+        ({"config.json": "{}", "tokenizer.json": "", "model.safetensors": LFS}, {}, "model.safetensors: is a git-lfs"),
         ({"config.json": "[", "tokenizer.json": ""}, {}, "is not a readable JSON object"),
         (
             {"config.json": '{"max_position_embeddings": 64}', "tokenizer.json": ""},
@@ -148,7 +154,18 @@ def test_a_plan_that_needs_more_gpus_than_there_are_is_refused_before_anything_s
             None,
         ),
     ],
-    ids=["no folder", "no tokenizer", "broken", "too long", "extended", "too large", "fine"],
+    ids=[
+        "no folder",
+        "no tokenizer",
+        "another tokenizer",
+        "GGUF",
+        "a pointer",
+        "broken",
+        "too long",
+        "extended",
+        "too large",
+        "fine",
+    ],
 )
 def test_knowable_mistakes_are_found_before_anything_starts(tmp_path, files, tree, words):
     folder = tmp_path / "model"

@@ -177,6 +177,27 @@ def test_a_model_is_found_beside_the_file_and_what_is_missing_is_named(load, tmp
     assert load("model: {path: weights}").model.path == str((tmp_path / "weights").resolve())
 
 
+def test_clients_name_the_model_as_it_was_given(load, tmp_path):
+    (tmp_path / "0123abc").mkdir()
+    (tmp_path / "tiny").symlink_to("0123abc")
+    for given in (
+        "tiny",
+        f"{tmp_path}/tiny",
+        f"{tmp_path}/tiny/",
+        "./tiny",
+        "../" + tmp_path.name + "/0123abc/../tiny",
+    ):
+        name = "0123abc" if ".." in given else "tiny"
+        assert load(f"model: {{path: '{given}'}}").model.names == (name,), given
+    for served in ("gpt-4", "org/x:1"):
+        assert load(f"model: {{path: tiny, served_name: '{served}'}}").model.names == (served,)
+    both = load("model: {path: tiny}", "model.served_name=[small, gpt-4]").model
+    assert (both.name, both.names) == ("small", ("small", "gpt-4"))
+    for wrong in ("[]", "''", "'a b'", "[ä]", "3"):
+        with pytest.raises(ConfigError, match="served_name"):
+            load(f"model: {{path: tiny, served_name: {wrong}}}")
+
+
 @pytest.mark.parametrize(
     ("path", "name"),
     [("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"), ("org/tiny@refs/pr/1", "org/tiny"), ("org/tiny@v1.0", "org/tiny")],

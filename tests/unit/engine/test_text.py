@@ -37,8 +37,9 @@ def final_texts(tokenizer, ids):
     """Return the final text after each token, by decoding everything again each time."""
     texts = [""]
     for n in range(1, len(ids) + 1):
-        text = tokenizer.decode(ids[:n])
-        texts.append(texts[-1] if text.endswith("\ufffd") else text)
+        texts.append(
+            tokenizer.decode(ids[:n]).rstrip("\ufffd")
+        )  # an incomplete character waits, the text before it not
     return texts
 
 

@@ -42,7 +42,11 @@ def model(tmp_path: Path, template: object, **config: object) -> Tokenizer:
         (tmp_path / "chat_template.jinja").write_text(template)
     elif template is not None:
         config["chat_template"] = template
-    tokens = {"bos_token": "<s>", "eos_token": {"content": "</s>", "special": True}, "pad_token": None}
+    tokens = {
+        "bos_token": "<s>",
+        "eos_token": {"__type": "AddedToken", "content": "</s>", "special": True},
+        "pad_token": None,
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokens | config))
     return load_tokenizer(tmp_path)
 
@@ -143,6 +147,30 @@ async def test_of_several_templates_the_one_for_tools_is_taken(tmp_path):
     assert await chats.prompt(chat(*ASKED, tools=json.dumps([WEATHER]))) == "1 tools<tool_call>"
     assert await chats.prompt(chat(*ASKED, tools="[]")) == "plain"
     assert [each.tool_form for each in (chats, Chats.of(OracleTokenizer()), Chats({}, {}))] == ["hermes", "", ""]
+
+
+async def test_templates_of_own_files_are_chosen_as_transformers_does(tmp_path):
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | length }} old"}]
+    more = tmp_path / "additional_chat_templates"
+    more.mkdir()
+    for files, wanted in (
+        ({}, ["plain", "1 old"]),
+        ({"additional_chat_templates/tool_use.jinja": "{{ tools | length }} new"}, None),
+        ({"chat_template.jinja": "file"}, ["file", "1 new"]),
+        ({"additional_chat_templates/rag.jinja": "rag"}, ["file", "1 new"]),
+    ):
+        for name, text in files.items():
+            (tmp_path / name).write_text(text)
+        chats = Chats.of(model(tmp_path, named))
+        peer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+        if wanted is None:
+            with pytest.raises(InvalidRequest, match="have no default"):
+                await chats.prompt(chat(*ASKED))
+            continue
+        found = [await chats.prompt(chat(*ASKED)), await chats.prompt(chat(*ASKED, tools=json.dumps([WEATHER])))]
+        turns = [{"role": role, "content": content} for role, content in ASKED]
+        right = [peer.apply_chat_template(turns, tokenize=False, tools=tools) for tools in (None, [WEATHER])]
+        assert found == right == wanted
 
 
 UNUSABLE = [

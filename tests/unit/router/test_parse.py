@@ -1,20 +1,24 @@
 """Parsing of requests, and its limits."""
 
+import json
 import threading
 from contextlib import suppress
 from dataclasses import FrozenInstanceError, replace
 from operator import attrgetter
+from typing import Any
 
 import pytest
 
-from baton.core import Constraint
-from baton.errors import InvalidRequest, Overloaded, UnknownModel
+from baton.core import Constraint, Sampling
+from baton.errors import CheckpointError, InvalidRequest, Overloaded, UnknownModel
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
-from baton.tokenizer import OracleTokenizer
+from baton.tokenizer import OracleTokenizer, load_tokenizer
 from router.parsing import generate_request
 from router.parsing.chat import Chats
 from router.parsing.generate_request import DEFAULT_MAX_TOKENS, SMALL_BYTES, ParsedRequest, ParseLimiter, RequestParser
+from router.parsing.model_defaults import sampling_defaults
+from tests.unit.test_tokenizer import save_bpe
 
 LIMITS = ("demo", 100)
 
@@ -51,6 +55,72 @@ async def parsed(request: pb.GenerateRequest, limits: tuple[str, int | None] = L
 async def test_thinking_while_decoding(by_file, fields, thinks_on):
     spec = await parsed(message(**fields), think_while_decoding=by_file)
     assert spec.think_while_decoding is thinks_on
+
+
+def checkpoint(folder, **files):
+    """Save a tokenizer of 300 ids with these JSON files, and load it."""
+    save_bpe(folder)
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return load_tokenizer(folder)
+
+
+MODELS = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.2, "min_p": None}
+
+
+@pytest.mark.parametrize(
+    ("config", "sampling", "wanted"),
+    [
+        ({}, {}, {}),
+        (MODELS, {}, {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.2}),
+        (MODELS, {"temperature": 1.0, "top_k": 0}, {"top_p": 0.95, "repetition_penalty": 1.2}),
+        ({"do_sample": False, "temperature": 0.7, "top_k": -1}, {}, {"temperature": 0.0}),
+        ({"do_sample": False}, {"temperature": 0.5}, {"temperature": 0.5}),
+        ({"temperature": 1, "min_p": 0.25, "max_new_tokens": 5}, {}, {"min_p": 0.25}),
+    ],
+)
+async def test_sampling_defaults_are_the_models_and_resumed_requests_keep_them(tmp_path, config, sampling, wanted):
+    tokenizer = checkpoint(tmp_path, generation_config=config)
+    parser = RequestParser(tokenizer, "demo", defaults=sampling_defaults(tokenizer))
+    asked = pb.ResumeRequest(request=message(sampling=sampling))
+    found = await parser.parse(asked, "r", 100)
+    given = found.spec.sampling
+    assert given == replace(Sampling(max_tokens=given.max_tokens, seed=given.seed), **as_sent(wanted))
+    asked.request.sampling.MergeFrom(found.defaults or common_pb2.Sampling())
+    assert (await RequestParser(tokenizer, "demo").parse(asked, "r", 100)).spec.sampling == given
+
+
+def as_sent(values: dict[str, Any]) -> dict[str, Any]:
+    return {field.name: value for field, value in common_pb2.Sampling(**values).ListFields()}
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": "hot"}, {"top_p": 2.0}, {"top_k": 1.5}, {"min_p": [1]}])
+def test_wrong_defaults_are_named(tmp_path, wrong):
+    with pytest.raises(
+        CheckpointError, match=f"generation_config.json: .*{next(iter(wrong))}.*model.generation_defaults to"
+    ):
+        sampling_defaults(checkpoint(tmp_path, generation_config=wrong))
+
+
+async def test_ids_that_the_model_gave_are_valid_when_they_come_back(tmp_path):
+    parser = RequestParser(checkpoint(tmp_path, config={"vocab_size": 326}), "demo")
+    request = message(token_ids=ids(5, 325), sampling={"stop_token_ids": [310], "logit_bias": {311: 1.0}})
+    asked = pb.ResumeRequest(request=request, received=[ids(256, 325)])
+    assert (await parser.parse(asked, "r", 100)).received == ((256, 325),)
+    parser.check_tokenize(pb.TokenizeRequest(text="x"))
+    parser.check_detokenize(pb.DetokenizeRequest(ids=[325]))
+    asked.received[0].ids.append(326)
+    with pytest.raises(InvalidRequest, match="received: token id 326 is outside the vocabulary of 326"):
+        await parser.parse(asked, "r", 100)
+
+
+async def test_every_name_of_the_model_is_accepted():
+    parser = RequestParser(OracleTokenizer(), "small", aliases=("gpt-4",))
+    for name in ("", "small", "gpt-4"):
+        assert (await parser.parse(pb.ResumeRequest(request=message(model=name)), "r", 100)).spec.prompt
+        parser.check_detokenize(pb.DetokenizeRequest(model=name, ids=[1]))
+    with pytest.raises(UnknownModel, match="model 'gpt' is not served; this router serves 'small' or 'gpt-4'"):
+        parser.check_tokenize(pb.TokenizeRequest(model="gpt"))
 
 
 NOTHING = {"n": 1, "priority": 0, "cache_scope": "", "resumable_s": 0.0, "idempotency_key": ""}

@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-from baton.engine.models.config import FAMILIES
+from baton.engine.models.config import FAMILIES, read_config
 from baton.engine.models.json_fields import Fields, read_json_object
 from baton.errors import CheckpointError, ConfigError
 
@@ -35,6 +35,17 @@ def chosen_backend(folder: Path, wanted: Backend) -> Backend:
         has = ", ".join(sorted(native))
         raise CheckpointError(f"{path}: {name} has no native family ({has}); {INSTALL} to serve more architectures")
     return "transformers"
+
+
+def check_served(folder: Path) -> None:
+    """Raise CheckpointError if neither a native family nor transformers serves this config.json. Needs no weights."""
+    if chosen_backend(folder, "auto") == "native":
+        read_config(folder)
+        return
+    from baton.engine.models.fallback import guard  # transformers is slow to import, and may be absent
+
+    path = folder / "config.json"
+    guard.check_class(guard.checked_config(Fields(str(path), read_json_object(path)), str(folder)))
 
 
 def transformers_version() -> str:
