@@ -77,10 +77,8 @@ def _settings(options: ServeOptions) -> Iterator[tuple[str, str]]:
 
 
 def _setting(key: str, value: str | int) -> str:
-    """Return an item of `--set`, whose value is YAML. Digits are a number."""
-    number = isinstance(value, int) or (
-        value.isascii() and value.isdecimal() and key not in {"name", "model.served_name"}
-    )
+    """Return an item of `--set`, whose value is YAML. A length of digits is a number."""
+    number = isinstance(value, int) or (key == "model.max_model_len" and value.isdecimal())
     return f"{key}={value if number else json.dumps(value, ensure_ascii=False)}"
 
 

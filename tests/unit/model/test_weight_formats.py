@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from baton.engine.kernels.quantized import Scheme
 from baton.engine.models.checkpoint import Checkpoint, LoadProgress
 from baton.engine.models.formats.select import declared_format
 from baton.engine.models.json_fields import Fields
@@ -109,13 +110,22 @@ def test_tokens_are_those_of_the_widened_weights(name: str, tmp_path: Path, monk
 
 def test_versions_of_gptq_are_other_models(tmp_path: Path):
     """The tensors are the same, and their meaning is another. Each part counts once in the progress."""
-    section, layer, _ = FORMATS["gptq"]
+    section, layer, _ = FORMATS["gptq in any order"]
     write(tmp_path, section, layer)
     steps = list[LoadProgress]()
     first = load_model(tmp_path, progress=steps.append).fingerprint
     assert steps[-1].bytes_done == sum(each.nbytes for each in load_file(tmp_path / "model.safetensors").values())
     edit_config(tmp_path, quantization_config=section | {"checkpoint_format": "gptq_v2"})
     assert load_model(tmp_path).fingerprint != first
+
+
+@pytest.mark.parametrize("packs", [False, True], ids=["GPU", "CPU"])
+def test_layers_stay_packed_only_where_kernels_are(packs: bool, tmp_path: Path):
+    section, layer, _ = FORMATS["gptq"]
+    write(tmp_path, section, layer)
+    stored = declared_format(Fields("c", {"quantization_config": section}))
+    scheme = Checkpoint(tmp_path, stored=stored, packs=packs).scheme(["model.layers.0.self_attn.q_proj.weight"])
+    assert scheme == (Scheme(4, 32) if packs else None)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
