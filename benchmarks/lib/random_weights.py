@@ -12,10 +12,10 @@ from baton.engine.kernels.select import choose_kernels
 from baton.engine.kv_cache import DTYPES
 from baton.engine.models.checkpoint import Weights
 from baton.engine.models.config import parse_config
+from baton.engine.models.decoder import Decoder
 from baton.engine.models.json_fields import Fields
-from baton.engine.models.llama import Llama, Parts, SelfAttention, Variant
+from baton.engine.models.llama import Parts
 from baton.engine.models.loading import TransformerBackend
-from baton.engine.models.moe import feed_forward
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -65,7 +65,7 @@ def random_model(
     checkpoint = cast("Checkpoint", RandomCheckpoint(device, seed, missing))
     chosen = kernels or choose_kernels(device, DTYPES[dtype])
     parts = Parts(Weights(checkpoint, DTYPES[dtype], device), chosen)
-    model = Llama(config, parts, Variant(SelfAttention, feed_forward))
+    model = Decoder(config, parts)
     return TransformerBackend(
         name="random",
         layout=KVLayout(config.layers, config.kv_heads, config.head_dim, block_size, dtype),

@@ -7,19 +7,24 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from baton.engine.models.config import FAMILIES, Family
+from baton.engine.models.config import WRAPPERS
 from baton.engine.models.config_variants import DENSE
+from baton.engine.models.families import FAMILIES
+from baton.engine.models.spec import Family
+from baton.engine.tp.sharding import FAMILIES as DIVIDED
 from tools.reference.pages import Page, code, table
 
-HEAD = ("`model_type`", "`architectures`", "biases", "default `max_position_embeddings`", "sliding window", "thinking")
-SLIDES = {"never": "no", "all": "in all layers or none", "flagged": "with `use_sliding_window`", "layers": "by layer"}
+HEAD = ("`model_type`", "`architectures`", "difference from Llama", "biases", "default `max_position_embeddings`")
+MORE = ("sliding window", "thinking", "tensor parallelism")
+SLIDES = {"never": "no", "all": "in all layers or none", "flagged": "with `use_sliding_window`"}
 BIASES = (("qkv_bias", "q, k, v"), ("o_bias", "o"), ("mlp_bias", "MLP"))
 
 
 def page() -> Page:
     """Return the page of models."""
-    parts = {"families": table(HEAD, (_row(*each) for each in FAMILIES.items())), "fallback": _fallback()}
-    return Page("models.md", parts)
+    wrapped = table(("`model_type`", "`architectures`"), ((code(name), code(each)) for name, each in WRAPPERS.items()))
+    families = table((*HEAD, *MORE), (_row(*each) for each in FAMILIES.items()))
+    return Page("models.md", {"families": families, "wrappers": wrapped, "fallback": _fallback()})
 
 
 def _fallback() -> str:
@@ -36,12 +41,14 @@ def _fallback() -> str:
 
 def _row(name: str, family: Family) -> tuple[str, ...]:
     return (
-        code(name),
+        ", ".join(map(code, (name, *family.also))),
         code(family.architecture),
+        family.differs,
         "; ".join(_biases(family)) or "none",
         f"{family.max_positions:,}",
-        SLIDES[family.slides],
+        SLIDES.get(family.slides, "by layer"),
         "yes" if name in DENSE else "no",
+        "yes" if name in DIVIDED else "no",
     )
 
 

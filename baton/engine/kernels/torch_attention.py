@@ -165,6 +165,7 @@ def _run_group(group: _Group, query: Tensor, keys: Tensor, values: Tensor, out: 
 
 
 CHUNK = 64
+SPAN = 512  # limits the scores that are in memory, where bits may depend on the batch
 ALIGNED = 16  # elements; libraries round rows of a product differently if not all rows begin at a multiple
 # Slots int64 [CHUNK] of consecutive positions, and a mask [tokens, CHUNK], True if hidden from the new token.
 _FixedChunk = tuple[Tensor, Tensor]
@@ -179,58 +180,73 @@ class _Sums(NamedTuple):
 
 
 class SteadyAttention:
-    """Implementation of `baton.engine.kernels.base.Attention` for any device and dtype, in fixed forwards. In others, a
-    sequence is one chunk. `softcap` limits scores, and `sinks` [heads] are scores of a key without a value.
+    """Implementation of `baton.engine.kernels.base.Attention` for any device and dtype, in fixed forwards. In others it
+    has a `span`, the positions of a chunk, and computes soft caps, sinks, and attention within chunks.
     """
 
     def __init__(
-        self, batch: Batch, block_size: int, window: int | None, scale: float,
-        *, softcap: float | None = None, sinks: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        batch: Batch,
+        block_size: int,
+        window: int | None,
+        scale: float,
+        *,
+        span: int | None = None,
+        chunk: int | None = None,
+        soft_cap: float | None = None,
+    ) -> None:
         self._scale, self._block_size, self._window = scale, block_size, window
-        self._softcap, self._sinks, self._fixed = softcap, sinks, batch.fixed
+        self._span, self._within, self._soft_cap = span, chunk, soft_cap
         starts = accumulate(batch.query_lens, initial=0)
         self._rows = [slice(start, start + n) for start, n in zip(starts, batch.query_lens, strict=False)]
         lengths = zip(batch.block_tables.to(torch.int64), batch.query_lens, batch.context_lens, strict=True)
         self._chunks = [self._cut(*sequence) for sequence in lengths]
 
-    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> Tensor:
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """Attend. `sinks` float32 [heads] are scores that take part in each softmax without a value."""
         result = out.view(*query.shape[:2], head_dim(values))
         keys, values = keys.flatten(0, 1), values.flatten(0, 1)
         for rows, chunks in zip(self._rows, self._chunks, strict=True):
-            result[rows] = self._attend(query[rows], chunks, keys, values)
+            result[rows] = self._attend(query[rows], chunks, keys, values, sinks)
         return out
 
     def _cut(self, table: Tensor, tokens: int, context: int) -> list[_FixedChunk]:
-        own = torch.arange(context - tokens, context, device=table.device)[:, None]
-        low = _first_seen(context - tokens, self._window)
-        size = CHUNK if self._fixed else context
-        spans = [torch.arange(at, at + size, device=table.device) for at in range(low // size * size, context, size)]
-        return [self._chunk(table, own, span, context) for span in spans]
+        first, size = context - tokens, self._span or CHUNK
+        own = torch.arange(first, context, device=table.device)[:, None]
+        low = _first_seen(first, self._window)
+        if self._within is not None:
+            low = max(low, first // self._within * self._within)
+        return [self._chunk(table, own, at, context) for at in range(low // size * size, context, size)]
 
-    def _chunk(self, table: Tensor, own: Tensor, span: Tensor, context: int) -> _FixedChunk:
+    def _chunk(self, table: Tensor, own: Tensor, at: int, context: int) -> _FixedChunk:
+        end = at + CHUNK if self._span is None else min(at + self._span, context)
+        span = torch.arange(at, end, device=table.device)
         hidden = span > own if self._window is None else (span > own) | (span <= own - self._window)
+        if self._within is not None:
+            hidden |= span < own // self._within * self._within
         there = span.clamp(max=context - 1)  # positions after the end were never written
         return table[there // self._block_size] * self._block_size + there % self._block_size, hidden
 
-    def _attend(self, query: Tensor, chunks: list[_FixedChunk], keys: Tensor, values: Tensor) -> Tensor:
+    def _attend(
+        self, query: Tensor, chunks: list[_FixedChunk], keys: Tensor, values: Tensor, sinks: Tensor | None
+    ) -> Tensor:
         """Attend with query [tokens, heads, dim] over keys [slots, kv_heads, dim]: [tokens, heads, value_dim]."""
         tokens, _, dim = query.shape
         kv_heads, value_dim = values.shape[1], head_dim(values)
         # The query heads of a KV head are rows of one product: [kv_heads, group * tokens, dim].
         q = query.view(tokens, kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim).float()
-        total = q.new_full((*q.shape[:2], 1), 0.0 if self._sinks is None else 1.0)
-        peak = torch.full_like(total, -torch.inf)
-        if self._sinks is not None:
-            peak = self._sinks.float().view(-1, 1).expand(-1, tokens).reshape(peak.shape)
+        nothing = q.new_zeros(*q.shape[:2], 1)
         spare = -value_dim % ALIGNED
-        sums = _Sums(peak, total, q.new_zeros(*q.shape[:2], value_dim + spare))
+        sums = _Sums(nothing - torch.inf, nothing, q.new_zeros(*q.shape[:2], value_dim + spare))
+        if sinks is not None:
+            peaks = sinks.view(kv_heads, -1, 1).expand(-1, -1, tokens).reshape(nothing.shape)
+            sums = sums._replace(peak=peaks, total=nothing + 1)
         for slots, hidden in chunks:
             k, v = (select(cache, slots, torch.float32).transpose(0, 1).float() for cache in (keys, values))
             scores = torch.bmm(q, k.transpose(1, 2)).mul_(self._scale)
-            if self._softcap is not None:
-                scores.div_(self._softcap).tanh_().mul_(self._softcap)
-            scores = scores.view(kv_heads, -1, *hidden.shape).masked_fill_(hidden, -torch.inf).flatten(1, 2)
+            if self._soft_cap is not None:
+                scores.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
+            scores = scores.view(kv_heads, -1, tokens, len(slots)).masked_fill_(hidden, -torch.inf).flatten(1, 2)
             sums = _taken_in(sums, scores, pad(v, (0, spare)))
         result = sums.values[..., :value_dim] / sums.total
         return result.reshape(kv_heads, -1, tokens, value_dim).permute(2, 0, 1, 3).flatten(1, 2).to(query.dtype)

@@ -23,6 +23,14 @@ ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def relu2(x: Tensor) -> Tensor:
+    """Return the square of relu."""
+    return F.relu(x).square()
+
+
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = ACTIVATE | {"relu": F.relu, "relu2": relu2}  # of networks without a gate
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchLinear:
     """`Linear` as a matrix product of torch."""

@@ -6,16 +6,17 @@ never ignored. Quantised tensors without a declared format are detected and reje
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from baton.engine.models import config_variants
+from baton.engine.models.families import FAMILIES
+from baton.engine.models.families.common import plain_decoder
 from baton.engine.models.formats.base import WeightFormat
 from baton.engine.models.formats.select import declared_format
 from baton.engine.models.json_fields import Fields, read_json_object
-from baton.engine.models.rope import RopeConfig, parse_rope
+from baton.engine.models.spec import DecoderSpec, Family, Names, Sizes
 from baton.errors import CheckpointError
 
 REFUSED = "quantised weights need a quantization_config in config.json"
@@ -30,50 +31,21 @@ def quantised_tensor(dtypes: Mapping[str, str]) -> str | None:
     return next((name for name, dtype in dtypes.items() if name.endswith(NAMES) or dtype.startswith(DTYPES)), None)
 
 
-# Names of activations in config.json, and in kernels.
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 MAX_LAYERS = 4096  # far above any model; limits the work that a hostile config can cause
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """Constants and defaults of an architecture. Those after `qk_norm` are defaults for absent keys of config.json. A
-    bias of None means the flag `attention_bias` (qkv, o) or `mlp_bias` of config.json.
-    """
-
-    architecture: str
-    max_positions: int
-    qkv_bias: bool | None = False
-    o_bias: bool | None = False
-    mlp_bias: bool | None = False
-    qk_norm: bool = False
-    kv_heads: int | None = None  # None means the number of query heads
-    head_dim: int | None = None  # None means hidden_size / heads
-    norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    slides: Literal["never", "all", "flagged", "layers"] = "never"  # no default for a key: see `_windows`
-    window: int | None = 4096
-
-
-_QWEN3 = Family("Qwen3ForCausalLM", 32768, qkv_bias=None, o_bias=None, qk_norm=True, head_dim=128, slides="layers")
-FAMILIES = {
-    "llama": Family("LlamaForCausalLM", 2048, qkv_bias=None, o_bias=None, mlp_bias=None),
-    "mistral": Family("MistralForCausalLM", 131072, kv_heads=8, slides="all"),
-    "mixtral": Family(
-        "MixtralForCausalLM", 131072, kv_heads=8, norm_eps=1e-5, rope_theta=1e6, slides="all", window=None
-    ),
-    "qwen2": Family("Qwen2ForCausalLM", 32768, qkv_bias=True, slides="layers"),
-    "qwen3": _QWEN3,
-    "qwen3_moe": replace(_QWEN3, architecture="Qwen3MoeForCausalLM", kv_heads=4, head_dim=None, slides="flagged"),
-    "deepseek_v2": Family("DeepseekV2ForCausalLM", 2048, qkv_bias=None, o_bias=None, mlp_bias=None),
-    "deepseek_v3": Family("DeepseekV3ForCausalLM", 4096, qkv_bias=None, o_bias=None),
+# Models for text and images. Their text model is served. Prefixes of the other tensors, which are not read.
+WRAPPERS = {
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "llama4": "Llama4ForConditionalGeneration",
 }
+IMAGES = ("vision_tower.", "vision_model.", "multi_modal_projector.")
+WHOLE = ("tie_word_embeddings", "quantization_config", "compression_config", "dtype", "torch_dtype")  # keys that it has
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a decoder-only transformer. `windows[i]` is layer i's sliding window in tokens, None for no window.
-    `kv_heads` and `head_dim` describe the cache. Latent attention has one cached head, `latent.width` wide.
+    """The sizes of a decoder-only transformer, and its spec. `kv_heads` and `head_dim` describe the cache. Latent
+    attention has one cached head, `latent.width` wide.
     """
 
     family: str
@@ -84,26 +56,36 @@ class ModelConfig:
     heads: int
     kv_heads: int
     head_dim: int
-    activation: str
-    norm_eps: float
     max_positions: int
     tied: bool
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    windows: tuple[int | None, ...]
-    rope: RopeConfig
+    spec: DecoderSpec
     dtype: str | None  # as spelt in config.json, None if absent
-    experts: config_variants.ExpertsConfig | None = None
-    latent: config_variants.LatentConfig | None = None
     thinking: config_variants.ThinkingConfig | None = None
     quantised: WeightFormat | None = field(default=None, repr=False)  # fingerprints have the tensors themselves
     unread_layers: int = 0  # layers for multi-token prediction, which a checkpoint may have beyond `layers`
+    wrapped: bool = False  # the text part of a model for text and images
+
+    @property
+    def experts(self) -> config_variants.ExpertsConfig | None:
+        return self.spec.experts
+
+    @property
+    def latent(self) -> config_variants.LatentConfig | None:
+        return self.spec.latent
 
     @property
     def kv_tensors(self) -> tuple[str, ...]:
         return ("k", "v") if self.latent is None else ("latent",)
+
+    def names_in(self, contains: Callable[[str], bool]) -> Names:
+        """Return the names of tensors in a checkpoint, which `contains` some."""
+        return self.spec.names.found_in(contains) if self.wrapped else self.spec.names
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Prefixes of tensors that are not read."""
+        ahead = tuple(f"{self.spec.names.layers}.{self.layers + i}." for i in range(self.unread_layers))
+        return (*ahead, *IMAGES, *(f"model.{name}" for name in IMAGES)) if self.wrapped else ahead
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -114,56 +96,70 @@ def read_config(folder: Path) -> ModelConfig:
 
 def parse_config(fields: Fields) -> ModelConfig:
     """Return the checked config. Raises CheckpointError with the key."""
+    fields, wrapped = _text_part(fields)
     name = _family_name(fields)
     family = FAMILIES[name]
+    fields = Fields(fields.where, {**family.defaults, **fields.values, "model_type": name})
     heads = fields.integer("num_attention_heads", high=2**16)
     layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
     latent = config_variants.parse_latent(fields, name, heads)
-    head_dim = latent.width if latent else _head_dim(fields, heads, family)
-    attention_bias = fields.flag("attention_bias", False)
-    max_positions = fields.integer("max_position_embeddings", family.max_positions)
-    unread = fields.integer("num_nextn_predict_layers", 1, low=0, high=MAX_LAYERS) if name == "deepseek_v3" else 0
+    sizes = Sizes(
+        layers=layers,
+        hidden_size=fields.integer("hidden_size"),
+        heads=heads,
+        head_dim=latent.width if latent else _head_dim(fields, heads, family),
+        kv_heads=1 if latent else _kv_heads(fields, heads, family),
+        max_positions=fields.integer("max_position_embeddings", family.max_positions),
+    )
+    spec = (family.read or plain_decoder)(fields, sizes, family)
+    ahead = family.ahead
     return ModelConfig(
         family=name,
         vocab_size=fields.integer("vocab_size"),
-        hidden_size=fields.integer("hidden_size"),
-        intermediate_size=fields.integer("intermediate_size"),
+        hidden_size=sizes.hidden_size,
+        intermediate_size=fields.integer(family.inner_key),
         layers=layers,
         heads=heads,
-        kv_heads=1 if latent else _kv_heads(fields, heads, family),
-        head_dim=head_dim,
-        activation=_activation(fields),
-        norm_eps=fields.number("rms_norm_eps", family.norm_eps),
-        max_positions=max_positions,
+        kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        max_positions=min(sizes.max_positions, spec.limit),
         tied=fields.flag("tie_word_embeddings", False),
-        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
-        o_bias=attention_bias if family.o_bias is None else family.o_bias,
-        mlp_bias=fields.flag("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias,
-        qk_norm=family.qk_norm,
-        windows=_windows(fields, name, layers),
-        rope=parse_rope(fields, max_positions, latent.rope_dim if latent else head_dim, family.rope_theta),
+        spec=spec,
         dtype=_dtype(fields),
-        experts=config_variants.parse_experts(fields, name, layers),
-        latent=latent,
         thinking=config_variants.parse_thinking(fields, name, layers),
-        unread_layers=unread,
+        unread_layers=0 if ahead is None else fields.integer("num_nextn_predict_layers", ahead, low=0, high=MAX_LAYERS),
         quantised=declared_format(fields),
+        wrapped=wrapped,
     )
 
 
+def _text_part(fields: Fields) -> tuple[Fields, bool]:
+    """Return the config of the text model, and whether it was part of a model for text and images."""
+    architecture, model_type = (*fields.texts("architectures"), "")[0], fields.text("model_type", "")
+    if architecture not in WRAPPERS.values() and (architecture or model_type not in WRAPPERS):
+        return fields, False
+    inner = fields.section("text_config")
+    if not inner.values:
+        raise fields.error("text_config", "is missing")
+    whole = {"tie_word_embeddings": True} | {key: fields.values[key] for key in WHOLE if fields.has(key)}
+    text = {key: value for key, value in inner.values.items() if key != "architectures"}
+    return Fields(inner.where, text | whole), True
+
+
 def _family_name(fields: Fields) -> str:
-    supported = ", ".join(family.architecture for family in FAMILIES.values())
+    supported = ", ".join([*(family.architecture for family in FAMILIES.values()), *WRAPPERS.values()])
     architectures = fields.texts("architectures")
     model_type = fields.text("model_type", "")
+    names = {alias: name for name, family in FAMILIES.items() for alias in (name, *family.also)}
     if not architectures and not model_type:
         raise fields.error("architectures", f"is missing (supported: {supported})")
-    if not architectures and model_type not in FAMILIES:
-        raise fields.error("model_type", f"{model_type!r} is not supported (supported: {', '.join(FAMILIES)})")
-    architecture = architectures[0] if architectures else FAMILIES[model_type].architecture
+    if not architectures and model_type not in names:
+        raise fields.error("model_type", f"{model_type!r} is not supported (supported: {', '.join(names)})")
+    architecture = architectures[0] if architectures else FAMILIES[names[model_type]].architecture
     name = next((name for name, family in FAMILIES.items() if family.architecture == architecture), None)
     if name is None:
         raise fields.error("architectures", f"{architecture!r} is not supported (supported: {supported})")
-    if model_type and model_type != name:
+    if model_type and names.get(model_type) != name:
         raise fields.error("model_type", f"{model_type!r} contradicts architectures {architecture!r}")
     return name
 
@@ -186,51 +182,10 @@ def _kv_heads(fields: Fields, heads: int, family: Family) -> int:
     return kv_heads
 
 
-def _activation(fields: Fields) -> str:
-    name = fields.text("hidden_act", "silu")
-    if name not in ACTIVATIONS:
-        raise fields.error("hidden_act", f"{name!r} is not supported (supported: {', '.join(ACTIVATIONS)})")
-    return name
-
-
 def _dtype(fields: Fields) -> str | None:
     """Return `dtype`, or `torch_dtype`, its spelling before transformers 5."""
     key = "dtype" if fields.has("dtype") else "torch_dtype"
     return fields.text(key).removeprefix("torch.") if fields.has(key) else None
-
-
-def _windows(fields: Fields, name: str, layers: int) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer, as in transformers. Llama never slides, Mistral in all layers or none.
-    Qwen slides only with `use_sliding_window`: the family with experts in all layers, the others by layer type.
-    """
-    family = FAMILIES[name]
-    on = family.slides == "all" or (family.slides in {"flagged", "layers"} and fields.flag("use_sliding_window", False))
-    window = _window(fields, family) if on else None
-    types = _layer_types(fields, name, layers, slides=window is not None)
-    if window is None and "sliding_attention" in types:
-        raise fields.error("layer_types", "contains sliding_attention, but no sliding window is set")
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
-
-
-def _window(fields: Fields, family: Family) -> int | None:
-    if "sliding_window" not in fields.values:
-        return family.window
-    return fields.integer("sliding_window") if fields.has("sliding_window") else None
-
-
-def _layer_types(fields: Fields, name: str, layers: int, *, slides: bool) -> tuple[str, ...]:
-    by_layer = FAMILIES[name].slides == "layers"
-    first_sliding = fields.integer("max_window_layers", 28, low=0) if by_layer else 0
-    default = tuple("sliding_attention" if slides and i >= first_sliding else "full_attention" for i in range(layers))
-    types = fields.texts("layer_types") or default
-    if len(types) != layers:
-        raise fields.error("layer_types", f"must have {layers} entries, one per layer, got {len(types)}")
-    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise fields.error("layer_types", f"{unknown[0]!r} is not supported")
-    if not by_layer and types != default:
-        raise fields.error("layer_types", f"must be {default[0]} in all {name} layers")
-    return types
 
 
 def chosen_dtype(config: ModelConfig, wanted: str, stored: str) -> str:

@@ -9,7 +9,6 @@ checkpoints obeys, is rejected by name. Thinking States (arXiv 2602.08332, docs/
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,41 +80,43 @@ class ExpertsConfig:
     shared_inner: int = 0
     groups: int = 1
     best_groups: int = 1
-    sigmoid: bool = False  # sigmoid scores, ranked with a learnt bias; else softmax scores
+    sigmoid: bool = False  # sigmoid scores; else softmax scores
+    corrected: bool = False  # scores are ranked with a learnt bias
     float32_router: bool = False  # False means the model's dtype
+    biased: bool = False  # router and experts have biases
+    transposed: bool = False  # the file has [experts, inputs, outputs]
+    paired: bool = False  # rows of gate and up alternate
+    scaled_inputs: bool = False  # weights multiply the inputs of experts, not their results
 
 
-def parse_experts(fields: Fields, family: str, layers: int) -> ExpertsConfig | None:
-    """Return the checked section, or None for a family without experts. Raises CheckpointError with the key."""
-    parse = _PARSERS.get(family)
-    return parse(fields, layers) if parse else None
-
-
-def _mixtral(fields: Fields, layers: int) -> ExpertsConfig:
-    count = _count(fields, ("num_local_experts", "num_experts"), 8)
+def mixtral_experts(fields: Fields, layers: int) -> ExpertsConfig:
+    """Return the experts of Mixtral."""
+    count = expert_count(fields, ("num_local_experts", "num_experts"), 8)
     inner = fields.integer("intermediate_size")
-    return ExpertsConfig(count, _per_token(fields, 2, count), inner, (True,) * layers, normalised=True)
+    return ExpertsConfig(count, experts_per_token(fields, 2, count), inner, (True,) * layers, normalised=True)
 
 
-def _qwen3(fields: Fields, layers: int) -> ExpertsConfig:
-    count = _count(fields, ("num_experts", "num_local_experts"), 128)
+def qwen3_experts(fields: Fields, layers: int) -> ExpertsConfig:
+    """Return the experts of Qwen3-MoE."""
+    count = expert_count(fields, ("num_experts", "num_local_experts"), 128)
     step, dense = fields.integer("decoder_sparse_step", 1), fields.integers("mlp_only_layers")
     sparse = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
     inner, normalised = fields.integer("moe_intermediate_size", 768), fields.flag("norm_topk_prob", False)
-    return ExpertsConfig(count, _per_token(fields, 8, count), inner, sparse, normalised)
+    return ExpertsConfig(count, experts_per_token(fields, 8, count), inner, sparse, normalised)
 
 
-def _deepseek_v2(fields: Fields, layers: int) -> ExpertsConfig:
+def deepseek_v2_experts(fields: Fields, layers: int) -> ExpertsConfig:
+    """Return the experts of DeepSeek-V2."""
     _expect(fields, "scoring_func", "softmax")
     method = fields.text("topk_method", "greedy")
     if method not in {"greedy", "group_limited_greedy"}:
         raise fields.error("topk_method", f"{method!r} is not supported (supported: greedy, group_limited_greedy)")
     if fields.flag("norm_topk_prob", False):  # transformers ignores it, the authors' code obeys it
         raise fields.error("norm_topk_prob", "true is not supported for deepseek_v2")
-    count = _count(fields, ("n_routed_experts", "num_experts"), 64)
+    count = expert_count(fields, ("n_routed_experts", "num_experts"), 64)
     inner, shared = fields.integer("moe_intermediate_size", 1407), fields.integer("n_shared_experts", 2)
     groups, best = (1, 1) if method == "greedy" else _groups(fields, None, None, count)
-    per_token, sparse = _per_token(fields, None, count // groups * best), _after_dense(fields, 0, layers)
+    per_token, sparse = experts_per_token(fields, None, count // groups * best), _after_dense(fields, 0, layers)
     scaling = fields.number("routed_scaling_factor", 1.0)
     return ExpertsConfig(
         count, per_token, inner, sparse, normalised=False, scaling=scaling, shared_inner=shared * inner,
@@ -123,29 +124,22 @@ def _deepseek_v2(fields: Fields, layers: int) -> ExpertsConfig:
     )  # fmt: skip
 
 
-def _deepseek_v3(fields: Fields, layers: int) -> ExpertsConfig:
+def deepseek_v3_experts(fields: Fields, layers: int, default_count: int = 256) -> ExpertsConfig:
+    """Return the experts of DeepSeek-V3 and its relatives."""
     _expect(fields, "scoring_func", "sigmoid")
     _expect(fields, "topk_method", "noaux_tc")
-    count = _count(fields, ("n_routed_experts", "num_local_experts"), 256)
+    count = expert_count(fields, ("n_routed_experts", "num_local_experts"), default_count)
     inner, shared = fields.integer("moe_intermediate_size", 2048), fields.integer("n_shared_experts", 1)
     groups, best = _groups(fields, 8, 4, count)
-    per_token, sparse = _per_token(fields, 8, count // groups * best), _after_dense(fields, 3, layers)
+    per_token, sparse = experts_per_token(fields, 8, count // groups * best), _after_dense(fields, 3, layers)
     normalised, scaling = fields.flag("norm_topk_prob", True), fields.number("routed_scaling_factor", 2.5)
     return ExpertsConfig(
         count, per_token, inner, sparse, normalised=normalised, scaling=scaling, shared_inner=shared * inner,
-        groups=groups, best_groups=best, sigmoid=True, float32_router=True,
+        groups=groups, best_groups=best, sigmoid=True, corrected=True, float32_router=True,
     )  # fmt: skip
 
 
-_PARSERS: dict[str, Callable[[Fields, int], ExpertsConfig]] = {
-    "mixtral": _mixtral,
-    "qwen3_moe": _qwen3,
-    "deepseek_v2": _deepseek_v2,
-    "deepseek_v3": _deepseek_v3,
-}
-
-
-def _count(fields: Fields, keys: tuple[str, str], default: int) -> int:
+def expert_count(fields: Fields, keys: tuple[str, str], default: int) -> int:
     """Return the number of experts, from the hub's key or the key that transformers 5 writes."""
     found = [fields.integer(key, high=MAX_EXPERTS) for key in keys if fields.has(key)]
     if len(set(found)) > 1:
@@ -153,7 +147,8 @@ def _count(fields: Fields, keys: tuple[str, str], default: int) -> int:
     return found[0] if found else default
 
 
-def _per_token(fields: Fields, default: int | None, eligible: int) -> int:
+def experts_per_token(fields: Fields, default: int | None, eligible: int) -> int:
+    """Return the number of experts of each token, at most `eligible`."""
     per_token = fields.integer("num_experts_per_tok", default)
     if per_token > eligible:
         raise fields.error("num_experts_per_tok", f"({per_token}) must be at most the {eligible} eligible experts")

@@ -18,30 +18,29 @@ import torch
 from torch import Tensor
 
 from baton.engine.batch import Batch
-from baton.engine.kernels.base import Linear, Rotation
+from baton.engine.kernels.base import Kernels, Linear, Rotation, Scratch
 from baton.engine.models.config import ModelConfig
 from baton.engine.models.config_variants import LatentConfig
-from baton.engine.models.llama import Llama, Parts, RMSNorm, Step, Variant
-from baton.engine.models.moe import feed_forward
-from baton.engine.models.rope import Rotary
+from baton.engine.models.llama import Norm, Parts, Step
+from baton.engine.models.spec import EVERYWHERE, NormSpec
 
-LOW_RANK_EPS = 1e-6  # independent of rms_norm_eps
+LOW_RANK = NormSpec(1e-6)  # independent of rms_norm_eps
 
 
 class LatentAttention:
     """Multi-head latent attention: project to latent rows, cache them, attend, project back."""
 
     def __init__(self, config: ModelConfig, parts: Parts, latent: LatentConfig, name: str) -> None:
-        self.latent, hidden = latent, config.hidden_size
-        self.low_rank: tuple[Linear, RMSNorm] | None = None
+        self.latent, hidden, spec = latent, config.hidden_size, config.spec.attention[0]
+        self.low_rank: tuple[Linear, Norm] | None = None
         source, n_in = f"{name}.q_proj", hidden
         if latent.query_rank is not None:
-            down = parts.whole(f"{name}.q_a_proj", latent.query_rank, hidden, bias=config.qkv_bias)
-            self.low_rank = down, parts.norm(f"{name}.q_a_layernorm", latent.query_rank, LOW_RANK_EPS)
+            down = parts.whole(f"{name}.q_a_proj", latent.query_rank, hidden, bias=spec.qkv_bias)
+            self.low_rank = down, parts.norm(f"{name}.q_a_layernorm", latent.query_rank, LOW_RANK)
             source, n_in = f"{name}.q_b_proj", latent.query_rank
         self.query = parts.linear((source,), (config.heads * latent.query_dim,), n_in, bias=False)
-        self.kv_a = parts.whole(f"{name}.kv_a_proj_with_mqa", latent.width, hidden, bias=config.qkv_bias)
-        self.kv_norm = parts.norm(f"{name}.kv_a_layernorm", latent.rank, LOW_RANK_EPS)
+        self.kv_a = parts.whole(f"{name}.kv_a_proj_with_mqa", latent.width, hidden, bias=spec.qkv_bias)
+        self.kv_norm = parts.norm(f"{name}.kv_a_layernorm", latent.rank, LOW_RANK)
         expanded = config.heads * (latent.nope_dim + latent.value_dim)
         kv_b = parts.columns((f"{name}.kv_b_proj",), (expanded,), latent.rank)
         self.kv_b = parts.kernels.linear(kv_b)
@@ -50,14 +49,14 @@ class LatentAttention:
         self.to_latent = by_head[:, : latent.nope_dim]  # [heads, nope_dim, rank]
         # A contiguous copy, because torch would otherwise copy it at every call in bfloat16.
         self.to_value = by_head[:, latent.nope_dim :].transpose(1, 2).contiguous()  # [heads, rank, value_dim]
-        self.o = parts.summed(f"{name}.o_proj", hidden, config.heads * latent.value_dim, bias=config.o_bias)
+        self.o = parts.summed(f"{name}.o_proj", hidden, config.heads * latent.value_dim, bias=spec.o_bias)
 
     def __call__(self, x: Tensor, step: Step, keys: Tensor, values: Tensor) -> Tensor:
         """Attend over `keys`, this layer's cache of latent rows [blocks, block_size, 1, width]; `values` is unused."""
         del values
         rows, take = len(x), step.scratch.take
         query = self._query(x, step).view(rows, -1, self.latent.query_dim)
-        self._rotate(query[..., self.latent.nope_dim :], step.rotation)
+        self._rotate(query[..., self.latent.nope_dim :], step.rotations[0])
         row = self._latent(x, step)
         keys.view(-1, self.latent.width).index_copy_(0, step.slots, row)
         attended = self._expanded(query, row, step) if step.over_rows else self._absorbed(query, keys, step)
@@ -76,7 +75,7 @@ class LatentAttention:
         row = self.kv_a(x, take("latent", rows, self.latent.width))
         plain = take("latent_plain", rows, rank).copy_(row[:, :rank])
         row[:, :rank] = self.kv_norm(plain, take("latent_normed", rows, rank))
-        self._rotate(row[:, None, rank:], step.rotation)
+        self._rotate(row[:, None, rank:], step.rotations[0])
         return row
 
     def _rotate(self, x: Tensor, rotation: Rotation) -> None:
@@ -91,7 +90,7 @@ class LatentAttention:
         wide = take("latent_query", rows, heads * self.latent.width).view(rows, heads, -1)
         wide[..., :rank] = _per_head(query[..., : self.latent.nope_dim], self.to_latent)
         wide[..., rank:] = query[..., self.latent.nope_dim :]
-        mixed = step.attend[None](wide, keys, keys[..., :rank], take("latent_mixed", rows, heads * rank))
+        mixed = step.attend[EVERYWHERE](wide, keys, keys[..., :rank], take("latent_mixed", rows, heads * rank))
         attended = take("attended", rows, heads * self.latent.value_dim)
         attended.view(rows, heads, -1).copy_(_per_head(mixed.view(rows, heads, rank), self.to_value))
         return attended
@@ -105,7 +104,7 @@ class LatentAttention:
         keys[..., :nope] = both[..., :nope]
         keys[..., nope:] = row[:, None, None, self.latent.rank :]
         attended = take("attended", rows, heads * self.latent.value_dim)
-        return step.attend[None](query, keys, both[..., nope:], attended)
+        return step.attend[EVERYWHERE](query, keys, both[..., nope:], attended)
 
 
 def _per_head(x: Tensor, weights: Tensor) -> Tensor:
@@ -113,26 +112,21 @@ def _per_head(x: Tensor, weights: Tensor) -> Tensor:
     return torch.bmm(x.transpose(0, 1), weights).transpose(0, 1)
 
 
-class DeepSeek(Llama):
-    """The whole model: token ids in, logits out."""
-
-    def __init__(self, config: ModelConfig, parts: Parts, latent: LatentConfig) -> None:
-        self.latent = latent
-        self.softmax_scale = latent.query_dim**-0.5 * config.rope.softmax_factor
-        super().__init__(config, parts, Variant(self._attention, feed_forward))
-        self.rotary = Rotary(config.rope, torch.float32, parts.weights.device)
-
-    def _attention(self, config: ModelConfig, parts: Parts, name: str, window: int | None) -> LatentAttention:
-        del window
-        return LatentAttention(config, parts, self.latent, name)
-
-    def _step(self, batch: Batch, block_size: int) -> Step:
-        # `_expanded` gains nothing for one token. It rounds differently, so fixed forwards always use `_absorbed`.
-        fresh = not batch.fixed and batch.query_lens == batch.context_lens and max(batch.query_lens) > 1
-        cache = (_rows_as_cache(batch), 1) if fresh else (batch, block_size)
-        attend = self.kernels.attention(*cache, None, self.softmax_scale)
-        rotation = self.rotary(batch.positions)
-        return Step(rotation, batch.slot_mapping, {None: attend}, self.scratch, over_rows=fresh, fixed=batch.fixed)
+def latent_step(
+    config: ModelConfig,
+    kernels: Kernels,
+    batch: Batch,
+    block_size: int,
+    rotations: tuple[Rotation, ...],
+    scratch: Scratch,
+) -> Step:
+    """Return the state of a forward. `_expanded` gains nothing for one token. It rounds differently, so fixed forwards
+    always use `_absorbed`.
+    """
+    fresh = not batch.fixed and batch.query_lens == batch.context_lens and max(batch.query_lens) > 1
+    cache = (_rows_as_cache(batch), 1) if fresh else (batch, block_size)
+    attend = kernels.attention(*cache, None, config.spec.attention[0].scale)
+    return Step(rotations, batch.slot_mapping, {EVERYWHERE: attend}, scratch, over_rows=fresh, fixed=batch.fixed)
 
 
 def _rows_as_cache(batch: Batch) -> Batch:

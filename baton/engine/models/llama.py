@@ -1,42 +1,42 @@
-"""The Llama architecture and its close relatives Mistral, Qwen2 and Qwen3, and the parts shared by all models.
+"""The building blocks of decoders: weights by name (`Parts`), norms, self-attention and feed-forward networks.
 
-    x = embed(tokens)
-    for each layer:   x += attention(norm(x))     rotary positions, grouped queries; Qwen3 norms each q and k head
-                      x += mlp(norm(x))           down(act(gate(x)) * up(x))
-    logits = head(norm(x))
-
-Mistral has a sliding window, Qwen2 has biases on q, k and v. Activations have one row per token; only attention
-distinguishes sequences. `Weights` supplies each tensor and checks its name and shape.
+Activations have one row per token; only attention distinguishes sequences. `Weights` supplies each tensor and checks
+its name and shape. Rotations other than (i, i + head_dim / 2) become this one by another order of the rows of the
+projections, which leaves q . k as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from baton.engine.batch import Batch, Injection
 from baton.engine.kernels.base import Attention, HeadNorms, Kernels, Linear, Rotation, Scratch
 from baton.engine.kernels.quantized import SCHEMES, Quantize, QuantizedWeight, quantize
-from baton.engine.kv_cache import KVCache
+from baton.engine.kernels.torch_attention import SteadyAttention
+from baton.engine.kernels.torch_reference import PLAIN, rotate
 from baton.engine.models.checkpoint import Weights
-from baton.engine.models.config import ACTIVATIONS, ModelConfig
-from baton.engine.models.rope import Rotary
+from baton.engine.models.config import ModelConfig
+from baton.engine.models.rope import row_order
+from baton.engine.models.spec import AttentionSpec, HeadNormSpec, NormSpec, Reach
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """State that all layers share in one forward: the rotation of each row, its KV slot, and attention by window."""
+    """State that all layers share in one forward: rotations of each row, its KV slot, and attention by reach."""
 
-    rotation: Rotation
+    rotations: tuple[Rotation, ...]
     slots: Tensor
-    attend: dict[int | None, Attention]  # key: window
+    attend: dict[Reach, Attention]
     scratch: Scratch
     over_rows: bool = False  # `attend` reads K and V of this forward's rows instead of the cache
     fixed: bool = False
+    special: dict[Reach, SteadyAttention] = field(default_factory=dict)  # for layers that kernels cannot compute
+    temperatures: Tensor | None = None  # factors of queries [N, 1, 1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,15 +47,32 @@ class Parts:
     kernels: Kernels
     quantize: Quantize = field(default="none", kw_only=True)
 
-    def norm(self, name: str, size: int, eps: float) -> RMSNorm:
-        return RMSNorm(self.kernels, self.weights.tensor(f"{name}.weight", size), eps)
+    def norm(self, name: str, size: int, spec: NormSpec) -> Norm:
+        if spec.in_kernels:
+            return RMSNorm(self.kernels, self.weights.tensor(f"{name}.weight", size), spec.eps)
+        return TorchNorm.read(self.weights, name, (size,), spec)
 
-    def linear(self, names: tuple[str, ...], outs: tuple[int, ...], n_in: int, *, bias: bool) -> Linear:
-        """Return several projections of one input as one layer, with outputs in the order of `names`."""
-        extra = self.weights.joined(tuple(f"{name}.bias" for name in names), outs) if bias else None
+    def linear(
+        self, names: tuple[str, ...], outs: tuple[int, ...], n_in: int, *, bias: bool, order: Tensor | None = None
+    ) -> Linear:
+        """Return several projections of one input as one layer. Its outputs are in the order of `names`, and then in
+        `order`, int64 [sum(outs)].
+        """
+        extra = None
+        if bias:
+            extra = self.ordered(self.weights.joined(tuple(f"{name}.bias" for name in names), outs), order)
         if self.are_stored(names):
-            return self._read(names, outs, n_in, extra)
-        return self.layer(self.columns(names, outs, n_in), extra)
+            packed = self._packed(names, outs, n_in)
+            packed = packed if order is None else packed.rows(order)
+            return self.kernels.quantized(packed, extra, self.weights.keep)
+        return self.layer(self.ordered(self.columns(names, outs, n_in), order), extra)
+
+    def ordered(self, weight: Tensor, order: Tensor | None) -> Tensor:
+        """Return the weight with its rows in this order, in the same memory."""
+        if order is None:
+            return weight
+        self.weights.settle()
+        return weight.copy_(weight[order.to(weight.device)])
 
     def are_stored(self, names: tuple[str, ...]) -> bool:
         """Return whether the weights of all these layers are stored quantised and can stay packed as one."""
@@ -91,132 +108,217 @@ class Parts:
         """Return a projection to the residual stream. Tensor-parallel ranks divide its inputs and sum the results."""
         return self.linear((name,), (out,), n_in, bias=bias)
 
-    def head(self, embed: Tensor, *, tied: bool) -> Linear:
-        if not tied and self.are_stored(("lm_head",)):
-            return self._read(("lm_head",), (len(embed),), embed.shape[1], None)
-        return self.layer(embed if tied else self.weights.tensor("lm_head.weight", *embed.shape))
+    def head(self, embed: Tensor, *, tied: bool, name: str = "lm_head", bias: bool = False) -> Linear:
+        extra = self.weights.tensor(f"{name}.bias", len(embed)) if bias else None
+        if not tied and self.are_stored((name,)):
+            return self._read((name,), (len(embed),), embed.shape[1], extra)
+        return self.layer(embed if tied else self.weights.tensor(f"{name}.weight", *embed.shape), extra)
+
+
+class Norm(Protocol):
+    """A norm over the last dimension."""
+
+    def __call__(self, x: Tensor, out: Tensor, delta: Tensor | None = None) -> Tensor:
+        """Add `delta`, unless it is None, to x in place, and write the norm of x to `out`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RMSNorm:
-    """Root mean square norm over the last dimension."""
+    """Root mean square norm by kernels."""
 
     kernels: Kernels
     weight: Tensor
     eps: float
 
     def __call__(self, x: Tensor, out: Tensor, delta: Tensor | None = None) -> Tensor:
-        """Add `delta`, unless it is None, to x in place, and write the norm of x to `out`."""
         return self.kernels.rms_norm(x, delta, self.weight, self.eps, out)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TorchNorm:
+    """Any norm, by torch in float32."""
+
+    kind: str
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+    @classmethod
+    def read(cls, weights: Weights, name: str, shape: tuple[int, ...], spec: NormSpec) -> TorchNorm:
+        weight = weights.float32(f"{name}.weight", *shape)
+        bias = weights.float32(f"{name}.bias", *shape) if spec.bias else None
+        if spec.plus_one:
+            weights.settle()
+            weight += 1
+        return cls(spec.kind, weight, bias, spec.eps)
+
+    def __call__(self, x: Tensor, out: Tensor, delta: Tensor | None = None) -> Tensor:
+        if delta is not None:
+            x.add_(delta)
+        wide, size = x.float(), (x.shape[-1],)
+        if self.kind == "layer":
+            normed = F.layer_norm(wide, size, None, None, self.eps)
+        else:
+            normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        normed = normed * self.weight
+        return out.copy_(normed if self.bias is None else normed + self.bias)
 
 
 class SelfAttention:
     """Self-attention: project, rotate, write K and V to the cache, attend, project back."""
 
-    def __init__(self, config: ModelConfig, parts: Parts, name: str, window: int | None) -> None:
-        self.window, self.kernels, self.head_dim = window, parts.kernels, config.head_dim
+    def __init__(self, config: ModelConfig, parts: Parts, name: str, spec: AttentionSpec) -> None:
+        self.kernels, self.head_dim, names = parts.kernels, config.head_dim, config.spec.names
+        self.reach, self.rope, self.heads = spec.reach, spec.rope, config.heads
+        self.warms = spec.temperature is not None
         q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        names = (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
-        self.qkv = parts.linear(names, (q, kv, kv), config.hidden_size, bias=config.qkv_bias)
-        self.o = parts.summed(f"{name}.o_proj", config.hidden_size, q, bias=config.o_bias)
-        self.norms: HeadNorms | None = None
-        if config.qk_norm:
-            query, key = (parts.weights.tensor(f"{name}.{part}_norm.weight", config.head_dim) for part in ("q", "k"))
-            self.norms = HeadNorms(query, key, config.norm_eps)
+        in_head = row_order(config.head_dim, config.spec.rotated, interleaved=config.spec.interleaved)
+        outs = (q, kv, kv) if len(names.qkv) == 3 else (q + 2 * kv,)
+        self.qkv = parts.linear(
+            tuple(f"{name}.{part}" for part in names.qkv),
+            outs,
+            config.hidden_size,
+            bias=spec.qkv_bias,
+            order=None if in_head is None else _in_all_heads(in_head, config.heads + config.kv_heads, q + 2 * kv),
+        )
+        self.o = parts.summed(f"{name}.{names.o}", config.hidden_size, q, bias=spec.o_bias)
+        self.norms, self.prepare = _head_norms(config, parts, name, spec.head_norm, in_head)
+        self.sinks = parts.weights.float32(f"{name}.sinks", config.heads) if spec.sinks else None
+        self.in_kernels = spec.in_kernels
 
     def __call__(self, x: Tensor, step: Step, keys: Tensor, values: Tensor) -> Tensor:
         rows, take = len(x), step.scratch.take
         qkv = self.qkv(x, take("qkv", rows, self.qkv.width)).view(rows, -1, self.head_dim)
-        query = self.kernels.rotate_and_store(qkv, step.rotation, self.norms, step.slots, keys, values)
+        rotation = step.rotations[self.rope]
+        if self.prepare is not None:
+            rotation = self.prepare(qkv, rotation)
+        query = self.kernels.rotate_and_store(qkv, rotation, self.norms, step.slots, keys, values)
+        if self.warms and step.temperatures is not None:
+            query.mul_(step.temperatures)
         attended = take("attended", rows, query.shape[1] * self.head_dim)
-        return self.o(step.attend[self.window](query, keys, values, attended), take("delta", rows, self.o.width))
+        if self.in_kernels:
+            step.attend[self.reach](query, keys, values, attended)
+        else:
+            step.special[self.reach](query, keys, values, attended, self.sinks)
+        return self.o(attended, take("delta", rows, self.o.width))
+
+
+def _in_all_heads(in_head: Tensor, heads: int, rows: int) -> Tensor:
+    """Return the order of all rows if those of the first heads, of queries and keys, have the order `in_head`."""
+    every = torch.arange(rows)
+    ordered = every[: heads * len(in_head)].view(heads, -1)[:, in_head]
+    return torch.cat((ordered.flatten(), every[heads * len(in_head) :]))
+
+
+Prepare = Callable[[Tensor, Rotation], Rotation]
+
+
+def _head_norms(
+    config: ModelConfig, parts: Parts, name: str, spec: HeadNormSpec | None, in_head: Tensor | None
+) -> tuple[HeadNorms | None, Prepare | None]:
+    """Return the norms that kernels apply, or the function that applies others before `rotate_and_store`."""
+    if spec is None:
+        return None, None
+    weights, dim, counts = parts.weights, config.head_dim, (config.heads, config.kv_heads)
+    if spec.over == "bare":
+        ones = torch.ones(dim, dtype=weights.dtype, device=weights.device)
+        return HeadNorms(ones, ones, spec.norm.eps), None
+    paths = [f"{name}.{part}" for part in (config.spec.names.q_norm, config.spec.names.k_norm)]
+    if spec.in_kernels:
+        query, key = (parts.ordered(weights.tensor(f"{path}.weight", dim), in_head) for path in paths)
+        return HeadNorms(query, key, spec.norm.eps), None
+    shapes: dict[str, list[tuple[int, ...]]] = {
+        "head": [(dim,)] * 2,
+        "heads": [(n, dim) for n in counts],
+        "width": [(n * dim,) for n in counts],
+    }
+    norms = [
+        TorchNorm.read(weights, path, shape, spec.norm) for path, shape in zip(paths, shapes[spec.over], strict=True)
+    ]
+    if in_head is not None:
+        weights.settle()
+        norms = [_reordered(norm, in_head) for norm in norms]
+    return None, _Prepare(norms[0], norms[1], config.heads, config.kv_heads, spec.over == "width", spec.after)
+
+
+def _reordered(norm: TorchNorm, in_head: Tensor) -> TorchNorm:
+    weight, bias = (
+        None if part is None else part.view(-1, len(in_head))[:, in_head.to(part.device)].view(part.shape)
+        for part in (norm.weight, norm.bias)
+    )
+    assert weight is not None
+    return replace(norm, weight=weight, bias=bias)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prepare:
+    """Norms of queries and keys that kernels lack, in place. After the rotation, they leave none for the kernels."""
+
+    query: TorchNorm
+    key: TorchNorm
+    heads: int
+    kv_heads: int
+    whole: bool
+    after: bool
+
+    def __call__(self, qkv: Tensor, rotation: Rotation) -> Rotation:
+        query, key = qkv[:, : self.heads], qkv[:, self.heads : self.heads + self.kv_heads]
+        if self.after:
+            query.copy_(rotate(query, rotation))
+            key.copy_(rotate(key, rotation))
+            rotation = Rotation(torch.ones_like(rotation.cos), torch.zeros_like(rotation.sin))
+        for norm, part in ((self.query, query), (self.key, key)):
+            rows = part.flatten(1) if self.whole else part
+            part.copy_(norm(rows, torch.empty_like(rows)).view(part.shape))
+        return rotation
 
 
 class MLP:
-    """The gated feed-forward network."""
+    """The feed-forward network: gated, or plain."""
 
     def __init__(self, config: ModelConfig, parts: Parts, name: str, inner: int) -> None:
-        names = (f"{name}.gate_proj", f"{name}.up_proj")
-        self.gate_up = parts.linear(names, (inner, inner), config.hidden_size, bias=config.mlp_bias)
-        self.down = parts.summed(f"{name}.down_proj", config.hidden_size, inner, bias=config.mlp_bias)
-        self.kernels, self.activation = parts.kernels, ACTIVATIONS[config.activation]
+        spec, names = config.spec.mlp, config.spec.names
+        self.outs = 2 if spec.gated else 1
+        outs = (inner,) * self.outs if len(names.up) == self.outs else (self.outs * inner,)
+        paths = tuple(f"{name}.{part}" for part in names.up)
+        self.up = parts.linear(paths, outs, config.hidden_size, bias=spec.bias)
+        self.down = parts.summed(f"{name}.{names.down}", config.hidden_size, inner, bias=spec.bias)
+        self.kernels, self.activation = parts.kernels, spec.activation
+        self.plain = None if spec.gated else _plain(parts, name, spec.activation)
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         rows, take = len(x), step.scratch.take
-        both, gated = take("gate_up", rows, self.gate_up.width), take("gated", rows, self.gate_up.width // 2)
-        self.kernels.gated(self.gate_up, x, self.activation, both, gated)
+        both, inner = take("gate_up", rows, self.up.width), self.up.width // self.outs
+        if self.plain is not None:
+            return self.down(self.plain(self.up(x, both)), take("delta", rows, self.down.width))
+        gated = take("gated", rows, inner)
+        self.kernels.gated(self.up, x, self.activation, both, gated)
         return self.down(gated, take("delta", rows, self.down.width))
 
 
-class Variant(NamedTuple):
-    """The layer factories in which an architecture differs from Llama. `attention` takes (config, parts, name prefix,
-    window), `feed_forward` (config, parts, name prefix, layer index).
-    """
-
-    attention: Callable[[ModelConfig, Parts, str, int | None], Callable[[Tensor, Step, Tensor, Tensor], Tensor]]
-    feed_forward: Callable[[ModelConfig, Parts, str, int], Callable[[Tensor, Step], Tensor]]
-
-
-class Layer:
-    """One pre-norm block. It adds the previous block's delta to the residual stream and returns the next delta."""
-
-    def __init__(self, config: ModelConfig, parts: Parts, variant: Variant, index: int, name: str = "") -> None:
-        name = name or f"model.layers.{index}"
-        self.input_norm = parts.norm(f"{name}.input_layernorm", config.hidden_size, config.norm_eps)
-        self.attention = variant.attention(config, parts, f"{name}.self_attn", config.windows[index])
-        self.post_norm = parts.norm(f"{name}.post_attention_layernorm", config.hidden_size, config.norm_eps)
-        self.feed_forward = variant.feed_forward(config, parts, name, index)
-
-    def __call__(self, x: Tensor, delta: Tensor | None, step: Step, keys: Tensor, values: Tensor) -> Tensor:
-        normed = step.scratch.take("normed", *x.shape)
-        delta = self.attention(self.input_norm(x, normed, delta), step, keys, values)
-        return self.feed_forward(self.post_norm(x, normed, delta), step)
+def _plain(parts: Parts, name: str, activation: str) -> Callable[[Tensor], Tensor]:
+    """Return the activation of a network that is not gated."""
+    if activation != "xielu":
+        return PLAIN[activation]
+    names = ("alpha_p", "alpha_n", "beta", "eps")
+    shapes: tuple[tuple[int, ...], ...] = ((1,), (1,), (), ())
+    values = [parts.weights.float32(f"{name}.act_fn.{part}", *shape) for part, shape in zip(names, shapes, strict=True)]
+    parts.weights.settle()
+    positive, negative, beta, eps = values
+    return XIELU(F.softplus(positive), beta + F.softplus(negative), beta, eps)
 
 
-class Llama:
-    """The whole model: token ids in, logits out."""
+@dataclass(frozen=True, slots=True, eq=False)
+class XIELU:
+    """The activation xIELU with its learnt factors (arXiv 2411.13010), float32."""
 
-    def __init__(self, config: ModelConfig, parts: Parts, variant: Variant) -> None:
-        self.config, self.kernels, weights = config, parts.kernels, parts.weights
-        self.embed = weights.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        self.layers = [Layer(config, parts, variant, index) for index in range(config.layers)]
-        self.norm = parts.norm("model.norm", config.hidden_size, config.norm_eps)
-        # A head in a tied checkpoint takes precedence, as in transformers.
-        tied = config.tied and "lm_head.weight" not in weights.checkpoint
-        self.head = parts.head(self.embed, tied=tied)
-        self.rotary = Rotary(config.rope, weights.dtype, weights.device)
-        self.scratch = Scratch(weights.dtype, weights.device)
+    positive: Tensor
+    negative: Tensor
+    beta: Tensor
+    eps: Tensor
 
-    @torch.inference_mode()
-    def forward(self, batch: Batch, kv: KVCache) -> Tensor:
-        """Write K and V to `kv`. Returns logits of `logit_rows`, float32 [L, vocab], valid until the next forward."""
-        self.kernels.begin(batch)
-        step = self._step(batch, kv.layout.block_size)
-        x = self.scratch.take("x", len(batch.token_ids), self.config.hidden_size)
-        torch.index_select(self.embed, 0, batch.token_ids, out=x)
-        delta = None
-        for number, (layer, keys, values) in enumerate(zip(self.layers, kv.k, kv.v, strict=True)):
-            delta = layer(x, delta, step, keys, values)
-            if batch.on_layer is not None:  # the sums of this layer prove that all ranks have written their K and V
-                batch.on_layer(number)
-            if batch.thinking is not None:
-                self._exchange(batch.thinking, number + 1, x, delta)
-        return self._logits(x if delta is None else x.add_(delta), batch.logit_rows)
-
-    def _exchange(self, thinking: Injection, number: int, x: Tensor, delta: Tensor) -> None:
-        """Exchange states and hidden rows after layer `number`, counted from 1. The layer's output is x + delta."""
-        assert self.config.thinking is not None
-        if number == self.config.thinking.input_layer:
-            x.add_(thinking.states)
-        if number == self.config.thinking.output_layer and thinking.rows is not None:
-            thinking.hidden = x[thinking.rows] + delta[thinking.rows]
-
-    def _step(self, batch: Batch, block_size: int) -> Step:
-        scale, windows = self.config.head_dim**-0.5, set(self.config.windows)
-        attend = {window: self.kernels.attention(batch, block_size, window, scale) for window in windows}
-        return Step(self.rotary(batch.positions), batch.slot_mapping, attend, self.scratch, fixed=batch.fixed)
-
-    def _logits(self, x: Tensor, rows: Tensor) -> Tensor:
-        last = torch.index_select(x, 0, rows, out=self.scratch.take("last", len(rows), x.shape[1]))
-        normed = self.norm(last, self.scratch.take("normed", *last.shape))
-        return self.head(normed, self.scratch.take("logits", len(rows), self.head.width, torch.float32))
+    def __call__(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        above = self.positive * wide * wide
+        below = (torch.expm1(torch.minimum(wide, self.eps)) - wide) * self.negative
+        return x.copy_(torch.where(wide > 0, above, below) + self.beta * wide)

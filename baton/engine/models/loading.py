@@ -21,9 +21,8 @@ from baton.engine.kernels.select import block_copy, choose_kernels
 from baton.engine.kv_cache import DTYPES, KVCache, exposed_memory
 from baton.engine.models.checkpoint import Checkpoint, Progress, Weights
 from baton.engine.models.config import ModelConfig, chosen_dtype, read_config
-from baton.engine.models.deepseek import DeepSeek
-from baton.engine.models.llama import Llama, Parts, SelfAttention, Variant
-from baton.engine.models.moe import feed_forward
+from baton.engine.models.decoder import Decoder
+from baton.engine.models.llama import Parts
 from baton.engine.models.thinking import Mode, Thinker
 from baton.errors import CheckpointError, ConfigError
 from baton.hashing import fingerprint
@@ -42,7 +41,7 @@ class TransformerBackend:
     max_model_len: int
     device: torch.device
     fingerprint: str
-    model: Llama
+    model: Decoder
     nondeterminism: str = ""
     thinker: Thinker | None = None
 
@@ -53,11 +52,9 @@ class TransformerBackend:
         return self.model.kernels.facts(rows)
 
     def steady_rows(self) -> int:
-        """Return the limit of its kernels, or 0 if experts or latent attention use other products."""
+        """Return the limit of its kernels, or 0 if parts of the model use other products or functions."""
         config = self.model.config
-        if config.experts is not None or config.latent is not None:
-            return 0
-        return self.model.kernels.steady_rows([config.head_dim])
+        return self.model.kernels.steady_rows([config.head_dim]) if config.spec.is_steady else 0
 
     def make_cache(self, total_blocks: int, *, exposed: bool = False) -> KVCache:
         memory = exposed_memory(self.layout, total_blocks, self.device) if exposed else None
@@ -115,7 +112,7 @@ def load_model(  # noqa: PLR0913  (all but one have a default)
     length = _max_model_len(config, max_model_len)
     named = split is None or split.names_the_model
     checkpoint = Checkpoint(folder, progress, digests=named, stored=config.quantised, packs=device.type == "cpu")
-    dtype = chosen_dtype(config, dtype, checkpoint.stored_dtype("model.embed_tokens.weight"))
+    dtype = chosen_dtype(config, dtype, _stored_dtype(config, checkpoint))
     kernels = choose_kernels(device, DTYPES[dtype], attention_splits)
     if split is None:
         part, parts = config, Parts(Weights(checkpoint, DTYPES[dtype], device), kernels)
@@ -138,6 +135,10 @@ def load_model(  # noqa: PLR0913  (all but one have a default)
     )
 
 
+def _stored_dtype(config: ModelConfig, checkpoint: Checkpoint) -> str:
+    return checkpoint.stored_dtype(f"{config.names_in(checkpoint.__contains__).embed}.weight")
+
+
 def _layout(config: ModelConfig, block_size: int, dtype: str) -> KVLayout:
     return KVLayout(config.layers, config.kv_heads, config.head_dim, block_size, dtype, config.kv_tensors)
 
@@ -145,15 +146,21 @@ def _layout(config: ModelConfig, block_size: int, dtype: str) -> KVLayout:
 def _check(
     config: ModelConfig, split: Split | None, quantize: Quantize, kv_dtype: KVDtype, device: torch.device
 ) -> None:
-    _check_device(quantize, device)
+    _check_device(config, quantize, device)
     _check_kv(config, kv_dtype, device)
     if config.thinking is not None and split is not None:
         raise ConfigError("tensor_parallel must be 1 for a model with thinking states")
 
 
-def _check_device(quantize: Quantize, device: torch.device) -> None:
-    """Reject weights to be quantised on GPUs, which get their weights later than they would be quantised."""
-    if device.type != "cpu" and quantize != "none":
+def _check_device(config: ModelConfig, quantize: Quantize, device: torch.device) -> None:
+    """Reject quantised weights on GPUs, which get their weights later than they would be quantised, and models with
+    parts that GPU kernels lack.
+    """
+    if device.type == "cpu":
+        return
+    if config.spec.lacks:
+        raise CheckpointError(f"{config.family} has {config.spec.lacks}, not supported on {device}, only on CPUs")
+    if quantize != "none":
         raise ConfigError(f"model.quantize: {quantize} is not supported on {device}, only on CPUs; use none")
 
 
@@ -165,10 +172,9 @@ def _check_kv(config: ModelConfig, kv_dtype: KVDtype, device: torch.device) -> N
 
 
 def _fingerprint(checkpoint: Checkpoint, config: ModelConfig, dtype: str, layout: KVLayout, quantize: Quantize) -> str:
-    unread = tuple(f"model.layers.{config.layers + i}." for i in range(config.unread_layers))
     rounded: list[str] = [] if quantize == "none" else [quantize]
     rounded += [] if config.quantised is None else [config.quantised.summary]
-    return fingerprint((checkpoint.finish(unread), dtype, layout.wire, repr(config), *rounded))
+    return fingerprint((checkpoint.finish(config.unread), dtype, layout.wire, repr(config), *rounded))
 
 
 def _log_widened(checkpoint: Checkpoint, config: ModelConfig, dtype: str) -> None:
@@ -178,18 +184,12 @@ def _log_widened(checkpoint: Checkpoint, config: ModelConfig, dtype: str) -> Non
         log.info("weights_widened", layers=", ".join(kinds), format=config.quantised.summary, dtype=dtype)
 
 
-def _with_weights(config: ModelConfig, parts: Parts, thinking: Mode) -> tuple[Llama, Thinker | None]:
+def _with_weights(config: ModelConfig, parts: Parts, thinking: Mode) -> tuple[Decoder, Thinker | None]:
     with closing(parts.weights):
-        model = _model(config, parts)
+        model = Decoder(config, parts)
         thinker = None if config.thinking is None else Thinker(config, parts, model.embed, thinking)
         parts.weights.settle()
     return model, thinker
-
-
-def _model(config: ModelConfig, parts: Parts) -> Llama:
-    if config.latent is not None:
-        return DeepSeek(config, parts, config.latent)
-    return Llama(config, parts, Variant(SelfAttention, feed_forward))
 
 
 def _nondeterminism(config: ModelConfig) -> str:
@@ -202,9 +202,10 @@ def _nondeterminism(config: ModelConfig) -> str:
 def _max_model_len(config: ModelConfig, wanted: int | None) -> int:
     if wanted is None:
         return config.max_positions
-    if 1 <= wanted <= config.rope.limit:
+    limit, kind = config.spec.limit, config.spec.ropes[0].kind
+    if 1 <= wanted <= limit:
         return wanted
-    why = f"between 1 and {config.rope.limit}, the range of this model's position embeddings"
-    if config.rope.kind == "dynamic":
-        why += " (dynamic RoPE scaling ends at the original length, because cached keys would change beyond it)"
+    why = f"between 1 and {limit}, the range of this model's position embeddings"
+    if kind in ("dynamic", "longrope"):
+        why += f" ({kind} RoPE scaling ends at the original length, because cached keys would change beyond it)"
     raise ConfigError(f"model.max_model_len must be {why}; got {wanted}")

@@ -12,7 +12,9 @@ uses `Kernels.by_row` products instead; without them, each active expert compute
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,27 +22,28 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from baton.engine.kernels.base import Grouped, Kernels, Linear
-from baton.engine.models.config import ACTIVATIONS, ModelConfig
+from baton.engine.models.config import ModelConfig
 from baton.engine.models.config_variants import ExpertsConfig
 from baton.engine.models.llama import MLP, Parts, Step
+from baton.engine.models.spec import Clamp
 
 
 def feed_forward(config: ModelConfig, parts: Parts, layer: str, index: int) -> MLP | SparseMLP:
     """Return the feed-forward network of layer `index`. `layer` is the name prefix of its tensors."""
     if config.experts is None or not config.experts.sparse[index]:
-        return MLP(config, parts, f"{layer}.mlp", config.intermediate_size)
+        return MLP(config, parts, f"{layer}.{config.spec.names.mlp}", config.intermediate_size)
     mixtral = f"{layer}.block_sparse_moe"
     in_mixtral = f"{mixtral}.gate.weight" in parts.weights.checkpoint
-    return SparseMLP(config, config.experts, parts, mixtral if in_mixtral else f"{layer}.mlp")
+    return SparseMLP(config, config.experts, parts, mixtral if in_mixtral else f"{layer}.{config.spec.names.mlp}")
 
 
 class SparseMLP:
     """A layer of experts: route, compute the chosen experts, add the output of the shared network."""
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig, parts: Parts, name: str) -> None:
-        self.router = Router(config, experts, parts, f"{name}.gate")
+        self.router = Router(config, experts, parts, name)
         self.experts = Experts(config, experts, parts, f"{name}.experts")
-        shared = f"{name}.shared_experts"
+        shared = f"{name}.{config.spec.names.shared}"
         self.shared = MLP(config, parts, shared, experts.shared_inner) if experts.shared_inner else None
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
@@ -53,22 +56,23 @@ class Router:
     """The choice of experts for each token, and their weights."""
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig, parts: Parts, name: str) -> None:
-        self.experts = experts
-        shape = experts.count, config.hidden_size
+        self.experts, names = experts, config.spec.names
+        shape, gate = (experts.count, config.hidden_size), f"{name}.{names.router}"
         # The precision of transformers, so that near ties have the same winner.
         self.dtype = torch.float32 if experts.float32_router else parts.weights.dtype
         if experts.float32_router:
-            self.gate: Linear = Float32Linear(parts.weights.float32(f"{name}.weight", *shape))
+            self.gate: Linear = Float32Linear(parts.weights.float32(f"{gate}.weight", *shape))
         else:
-            self.gate = parts.whole(name, *shape, bias=False)
-        bias = f"{name}.e_score_correction_bias"
-        self.bias = parts.weights.float32(bias, experts.count) if experts.sigmoid else None
+            self.gate = parts.whole(gate, *shape, bias=experts.biased)
+        bias = f"{name}.{names.correction}"
+        self.bias = parts.weights.float32(bias, experts.count) if experts.corrected else None
 
     def __call__(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """Return weights float32 [N, per_token] and experts int64 [N, per_token] for x [N, hidden]."""
         logits = self.gate(x, step.scratch.take("router", len(x), self.gate.width, self.dtype)).float()
-        scores = logits.softmax(-1) if self.bias is None else logits.sigmoid()
-        chosen = self._eligible(scores if self.bias is None else scores + self.bias).topk(self.experts.per_token)[1]
+        scores = logits.sigmoid() if self.experts.sigmoid else logits.softmax(-1)
+        ranks = scores + self.bias if self.bias is not None else logits if self.experts.sigmoid else scores
+        chosen = self._eligible(ranks).topk(self.experts.per_token)[1]
         weights = scores.gather(1, chosen)
         if self.experts.normalised:
             weights /= weights.sum(-1, keepdim=True) + 1e-20  # sigmoids may all be 0
@@ -111,27 +115,43 @@ class Experts:
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig, parts: Parts, name: str) -> None:
         self.grouped: tuple[Grouped, Grouped] | None = None
+        self.scaled_inputs, clamp = experts.scaled_inputs, config.spec.mlp.clamp
+        self.gate: Callable[..., Tensor] = partial(parts.kernels.gate, activation=config.spec.mlp.activation)
+        if clamp is not None:
+            self.gate = partial(_clamped_gate, parts.kernels, clamp)
         if _are_packed(parts, name):
             self.members = _one_by_one(config, experts, parts, name)
         else:
             gate_up, down = _stacked(config, experts, parts, name)
-            pairs = zip(gate_up, down, strict=True)
-            self.members = [Expert(parts.layer(first), parts.layer(second)) for first, second in pairs]
-            self.grouped = _grouped(gate_up, down, parts.kernels) if parts.quantize == "none" else None
+            biases = _biases(config, experts, parts, name)
+            layers = zip(gate_up, down, *biases, strict=True)
+            self.members = [Expert(parts.layer(a, c), parts.layer(b, d)) for a, b, c, d in layers]
+            fits = parts.quantize == "none" and clamp is None and not experts.biased
+            self.grouped = _grouped(gate_up, down, parts.kernels) if fits else None
         self.by_row = _by_row(self.members, parts.kernels)
-        self.kernels, self.activation = parts.kernels, ACTIVATIONS[config.activation]
 
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor, step: Step) -> Tensor:
         """Return the weighted sum of the `chosen` experts [N, k] for x [N, hidden], summed in the order of `chosen`."""
+        if self.scaled_inputs:
+            return self._of_scaled(x, weights, chosen, step)
         (rows, width), each, take = x.shape, chosen.shape[1], step.scratch.take
-        if self.grouped is not None:
-            results = self._by_groups(self.grouped, x, chosen, step)
-        elif step.fixed and self.by_row is None:
-            results = self._by_all_rows(x, chosen, step)
-        else:
-            results = self._by_own_rows(self.by_row if step.fixed and self.by_row else self.members, x, chosen, step)
-        results = results.view(rows, each, width)
+        results = self._results(x, chosen, step).view(rows, each, width)
         return torch.sum(results.mul_(weights[..., None]), 1, out=take("routed", rows, width))
+
+    def _results(self, x: Tensor, chosen: Tensor, step: Step) -> Tensor:
+        """Return the results of the chosen experts: [N * k, hidden]."""
+        if self.grouped is not None:
+            return self._by_groups(self.grouped, x, chosen, step)
+        if step.fixed and self.by_row is None:
+            return self._by_all_rows(x, chosen, step)
+        return self._by_own_rows(self.by_row if step.fixed and self.by_row else self.members, x, chosen, step)
+
+    def _of_scaled(self, x: Tensor, weights: Tensor, chosen: Tensor, step: Step) -> Tensor:
+        """Return the sum for weighted inputs. Each pair of a row and an expert is a row of its own."""
+        (rows, width), each = x.shape, chosen.shape[1]
+        pairs = (x[:, None] * weights[..., None].to(x.dtype)).view(rows * each, width)
+        results = self._results(pairs, chosen.view(-1, 1), step).view(rows, each, width)
+        return torch.sum(results, 1, out=step.scratch.take("routed", rows, width))
 
     def _by_groups(self, grouped: tuple[Grouped, Grouped], x: Tensor, chosen: Tensor, step: Step) -> Tensor:
         """Return results [N * k, hidden]. All experts compute in one launch; nothing is read by the host."""
@@ -140,7 +160,7 @@ class Experts:
         groups = gate_up.groups(experts, fixed=step.fixed)
         pairs = torch.index_select(x, 0, order // each, out=take("pairs", rows * each, width))
         both = gate_up(pairs, groups, take("expert_gate_up", rows * each, gate_up.width))
-        gated = self.kernels.gate(both, self.activation, take("expert_gated", rows * each, gate_up.width // 2))
+        gated = self.gate(both, out=take("expert_gated", rows * each, gate_up.width // 2))
         return take("expert_results", rows * each, width).index_copy_(0, order, down(gated, groups, pairs))
 
     def _by_own_rows(self, members: list[Expert], x: Tensor, chosen: Tensor, step: Step) -> Tensor:
@@ -169,7 +189,17 @@ class Experts:
     def _compute(self, expert: Expert, rows: Tensor, step: Step) -> None:
         take, (gate_up, down) = step.scratch.take, expert
         both = gate_up(rows, take("expert_gate_up", len(rows), gate_up.width))
-        down(self.kernels.gate(both, self.activation, take("expert_gated", len(rows), gate_up.width // 2)), rows)
+        down(self.gate(both, out=take("expert_gated", len(rows), gate_up.width // 2)), rows)
+
+
+def _clamped_gate(kernels: Kernels, clamp: Clamp, both: Tensor, out: Tensor) -> Tensor:
+    """Write the gate of `Clamp` to out [N, I], for both [N, 2 I], which is overwritten. x * sigmoid(alpha * x) is
+    silu(alpha * x) / alpha, whose bits do not depend on the number of rows.
+    """
+    gate, up = both.chunk(2, dim=-1)
+    gate.clamp_(max=clamp.limit).mul_(clamp.alpha)
+    up.clamp_(-clamp.limit, clamp.limit).add_(1).div_(clamp.alpha)
+    return kernels.gate(both, "silu", out)
 
 
 def _grouped(gate_up: Tensor, down: Tensor, kernels: Kernels) -> tuple[Grouped, Grouped] | None:
@@ -218,9 +248,37 @@ def _are_fused(parts: Parts, name: str) -> bool:
 def _stacked(config: ModelConfig, experts: ExpertsConfig, parts: Parts, name: str) -> tuple[Tensor, Tensor]:
     """Read the weights [experts, 2 inner, hidden] and [experts, hidden, inner] from either checkpoint layout."""
     weights, (count, inner, hidden) = parts.weights, (experts.count, experts.inner, config.hidden_size)
+    if experts.transposed:
+        gate_up = _turned(parts, f"{name}.gate_up_proj", count, hidden, 2 * inner, paired=experts.paired)
+        return gate_up, _turned(parts, f"{name}.down_proj", count, inner, hidden, paired=False)
     if _are_fused(parts, name):
         gate_up = weights.tensor(f"{name}.gate_up_proj", count, 2 * inner, hidden)
         return gate_up, weights.tensor(f"{name}.down_proj", count, hidden, inner)
     gates, ups, downs = ([f"{name}.{i}.{product}.weight" for i in range(count)] for product in _products(parts, name))
     gate_up = weights.stack(list(zip(gates, ups, strict=True)), (inner, inner), hidden)
     return gate_up, weights.stack([(down,) for down in downs], (hidden,), inner)
+
+
+def _turned(parts: Parts, name: str, *shape: int, paired: bool) -> Tensor:
+    """Read weights [experts, inputs, outputs] as [experts, outputs, inputs], with alternate rows after each other."""
+    wide = parts.weights.float32(name, *shape)
+    parts.weights.settle()
+    outputs = wide.transpose(1, 2)
+    return parts.weights.keep((_unpaired(outputs, 1) if paired else outputs).to(parts.weights.dtype).contiguous())
+
+
+def _unpaired(x: Tensor, dim: int) -> Tensor:
+    order = torch.arange(x.shape[dim], device=x.device).view(-1, 2).t().flatten()
+    return x.index_select(dim, order)
+
+
+def _biases(
+    config: ModelConfig, experts: ExpertsConfig, parts: Parts, name: str
+) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
+    """Return the biases of all experts for each product, or None for each."""
+    if not experts.biased:
+        return [None] * experts.count, [None] * experts.count
+    gate_up = parts.weights.tensor(f"{name}.gate_up_proj_bias", experts.count, 2 * experts.inner)
+    down = parts.weights.tensor(f"{name}.down_proj_bias", experts.count, config.hidden_size)
+    parts.weights.settle()
+    return list(_unpaired(gate_up, 1) if experts.paired else gate_up), list(down)

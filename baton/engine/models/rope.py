@@ -1,4 +1,4 @@
-"""Rotary position embeddings and their scalings: linear, llama3, yarn, and dynamic up to its original length.
+"""Rotary position embeddings and their scalings: linear, llama3, yarn, and up to the original length dynamic, longrope.
 
 Formulas and defaults are those of `transformers` (modeling_rope_utils), which this module is tested against.
 """
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels.base import Rotation
-from baton.engine.models.json_fields import Fields
+from baton.engine.models.json_fields import MAX_INT, Fields
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 # Far beyond useful values. They protect float32 from overflow by an untrusted config.
 MIN_FACTOR, MAX_FACTOR, MAX_THETA = 1e-6, 1e6, 1e30
 
@@ -34,21 +34,37 @@ class RopeConfig:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
-    attention_factor: float = 1.0  # yarn: multiplies cos and sin
+    attention_factor: float = 1.0  # yarn, longrope: multiplies cos and sin
     softmax_factor: float = 1.0  # multiplies scores, in latent attention only
+    factors: tuple[float, ...] = ()  # longrope: a divisor of each frequency
 
 
-def parse_rope(fields: Fields, max_positions: int, head_dim: int, default_theta: float = 10000.0) -> RopeConfig:
-    """Parse `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (before)."""
+NO_ROPE = RopeConfig("none", 10000.0, 2, MAX_INT)
+
+
+def parse_rope(
+    fields: Fields,
+    max_positions: int,
+    head_dim: int,
+    default_theta: float = 10000.0,
+    *,
+    partial: float | None = None,
+    kind_of_layers: str = "",
+) -> RopeConfig:
+    """Parse `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (before). If `partial` is None, all
+    dimensions must be rotated; else it is the default share. `kind_of_layers` selects a part of `rope_parameters`.
+    """
     rope = fields.section("rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters")
+    if kind_of_layers and rope.values and not fields.values.get("rope_scaling"):
+        if not rope.has(kind_of_layers):
+            raise rope.error(kind_of_layers, "is missing")
+        rope = rope.section(kind_of_layers)
     kind = rope.text("rope_type", rope.text("type", "default"))
     if any(isinstance(value, dict) for value in rope.values.values()):
         raise rope.error("rope_type", "for each layer type is not supported")
     if kind not in ROPE_TYPES:
         raise rope.error("rope_type", f"{kind!r} is not supported (supported: {', '.join(ROPE_TYPES)})")
-    for owner in (rope, fields):
-        if owner.number("partial_rotary_factor", 1.0) != 1.0:
-            raise owner.error("partial_rotary_factor", "other than 1 is not supported")
+    head_dim = _rotated(rope, fields, head_dim, partial)
     # Above 1, because yarn divides by its logarithm and no trained model has less.
     theta = fields.number("rope_theta", default_theta, above=1.0, below=MAX_THETA)
     theta = rope.number("rope_theta", theta, above=1.0, below=MAX_THETA)
@@ -58,6 +74,18 @@ def parse_rope(fields: Fields, max_positions: int, head_dim: int, default_theta:
     config = _parse_scaled(rope, fields, plain)
     mscale_all_dim = _factor(rope, "mscale_all_dim", 0.0, above=-MIN_FACTOR)
     return replace(config, softmax_factor=_mscale(config.factor, mscale_all_dim) ** 2) if mscale_all_dim else config
+
+
+def _rotated(rope: Fields, fields: Fields, head_dim: int, partial: float | None) -> int:
+    """Return the number of rotated dimensions."""
+    owner = rope if rope.has("partial_rotary_factor") else fields
+    share = owner.number("partial_rotary_factor", 1.0 if partial is None else partial, below=MAX_FACTOR)
+    if partial is None and share != 1.0:
+        raise owner.error("partial_rotary_factor", "other than 1 is not supported")
+    rotated = int(head_dim * share)
+    if not 2 <= rotated <= head_dim or rotated % 2:
+        raise owner.error("partial_rotary_factor", f"({share:g}) must rotate an even number of {head_dim} dimensions")
+    return rotated
 
 
 def _parse_scaled(rope: Fields, fields: Fields, plain: RopeConfig) -> RopeConfig:
@@ -70,6 +98,8 @@ def _parse_scaled(rope: Fields, fields: Fields, plain: RopeConfig) -> RopeConfig
     # The top-level key has priority over the nested one, as in transformers.
     original = rope.integer("original_max_position_embeddings", plain.limit)
     original = fields.integer("original_max_position_embeddings", original)
+    if plain.kind == "longrope":
+        return _parse_longrope(rope, replace(plain, original=original, limit=min(original, plain.limit)), plain.limit)
     parse = _parse_llama3 if plain.kind == "llama3" else _parse_yarn
     return parse(rope, replace(plain, original=original))
 
@@ -80,8 +110,8 @@ def _factor(rope: Fields, key: str, default: float | None = None, above: float =
 
 def _parse_llama3(rope: Fields, plain: RopeConfig) -> RopeConfig:
     low, high = (_factor(rope, f"{end}_freq_factor") for end in ("low", "high"))
-    if low >= high:
-        raise rope.error("high_freq_factor", f"must be above low_freq_factor ({low:g}), got {high:g}")
+    if low > high:
+        raise rope.error("high_freq_factor", f"must be at least low_freq_factor ({low:g}), got {high:g}")
     return replace(plain, factor=_factor(rope, "factor"), low_freq_factor=low, high_freq_factor=high)
 
 
@@ -96,6 +126,23 @@ def _parse_yarn(rope: Fields, plain: RopeConfig) -> RopeConfig:
         truncate=rope.flag("truncate", True),
         attention_factor=_yarn_attention_factor(rope, factor),
     )
+
+
+def _parse_longrope(rope: Fields, plain: RopeConfig, longest: int) -> RopeConfig:
+    """Use the short factors. Others hold beyond the original length, so that cached keys would have to rotate again."""
+    found = rope.values.get("short_factor")
+    factors = tuple(found) if isinstance(found, list) else ()
+    if len(factors) != plain.head_dim // 2 or not all(_is_factor(each) for each in factors):
+        raise rope.error("short_factor", f"must be a list of {plain.head_dim // 2} numbers above 0")
+    ratio = longest / plain.original
+    ratio = _factor(rope, "factor", ratio) if rope.has("factor") else ratio
+    usual = 1.0 if ratio <= 1 else math.sqrt(1 + math.log(ratio) / math.log(max(plain.original, 2)))
+    scale = _factor(rope, "attention_factor", usual)
+    return replace(plain, factor=ratio, factors=tuple(map(float, factors)), attention_factor=scale)
+
+
+def _is_factor(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and MIN_FACTOR < value < MAX_FACTOR
 
 
 def _yarn_attention_factor(rope: Fields, factor: float) -> float:
@@ -115,6 +162,10 @@ def _mscale(factor: float, mscale: float) -> float:
 def inverse_frequencies(rope: RopeConfig) -> Tensor:
     """Return radians per position of each pair of dimensions, float32 [head_dim / 2], on the CPU."""
     exponents = torch.arange(0, rope.head_dim, 2, dtype=torch.float32) / rope.head_dim
+    if rope.kind == "none":
+        return torch.zeros_like(exponents)
+    if rope.kind == "longrope":
+        return 1.0 / (torch.tensor(rope.factors, dtype=torch.float32) * rope.theta**exponents)
     inv_freq = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
         return inv_freq / rope.factor
@@ -129,7 +180,7 @@ def _llama3(rope: RopeConfig, inv_freq: Tensor) -> Tensor:
     """Divide low frequencies by `factor`, keep high ones, and interpolate between."""
     wavelength = 2 * math.pi / inv_freq
     low, high = rope.low_freq_factor, rope.high_freq_factor
-    smooth = (rope.original / wavelength - low) / (high - low)
+    smooth = (rope.original / wavelength - low) / (high - low) if high > low else torch.zeros_like(wavelength)
     between = (1 - smooth) * inv_freq / rope.factor + smooth * inv_freq
     scaled = torch.where(wavelength > rope.original / low, inv_freq / rope.factor, between)
     return torch.where(wavelength < rope.original / high, inv_freq, scaled)
@@ -153,12 +204,30 @@ def _correction_dim(rope: RopeConfig, rotations: float) -> float:
 
 
 class Rotary:
-    """Cosines and sines of a forward's positions, computed in float32 and rounded to `dtype`."""
+    """Cosines and sines of a forward's positions, computed in float32 and rounded to `dtype`. Heads of `head_dim` have
+    pairs that do not rotate, after those that do, if it is more than that of `rope`.
+    """
 
-    def __init__(self, rope: RopeConfig, dtype: torch.dtype, device: torch.device) -> None:
-        self._inv_freq = inverse_frequencies(rope).to(device)
-        self._scale, self._dtype = rope.attention_factor, dtype
+    def __init__(self, rope: RopeConfig, dtype: torch.dtype, device: torch.device, head_dim: int = 0) -> None:
+        inv_freq, scale = inverse_frequencies(rope), rope.attention_factor
+        still = max(0, head_dim // 2 - len(inv_freq))
+        self._inv_freq = torch.cat((inv_freq, torch.zeros(still))).to(device)
+        scales = torch.cat((torch.full_like(inv_freq, scale), torch.ones(still))).to(device)
+        self._scale: Tensor | float = scale if scale == 1.0 or not still else scales
+        self._dtype = dtype
 
     def __call__(self, positions: Tensor) -> Rotation:
         angles = positions[:, None].float() * self._inv_freq
         return Rotation((angles.cos() * self._scale).to(self._dtype), (angles.sin() * self._scale).to(self._dtype))
+
+
+def row_order(head_dim: int, rotated: int, *, interleaved: bool) -> Tensor | None:
+    """Return the order of a head's rows in which pair i is (i, i + head_dim / 2) and rotated pairs are first, or None
+    if they are in this order.
+    """
+    every = torch.arange(head_dim)
+    turned, still = every[:rotated], every[rotated:]
+    first, second = (turned[0::2], turned[1::2]) if interleaved else turned.chunk(2)
+    half = len(still) // 2
+    order = torch.cat((first, still[:half], second, still[half:]))
+    return None if torch.equal(order, every) else order

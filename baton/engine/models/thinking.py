@@ -21,9 +21,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from baton.engine.kernels.base import Scratch
 from baton.engine.models.config import ModelConfig
 from baton.engine.models.config_variants import ThinkingConfig
-from baton.engine.models.llama import Layer, Parts, SelfAttention, Step, Variant
-from baton.engine.models.moe import feed_forward
+from baton.engine.models.decoder import Layer
+from baton.engine.models.llama import Parts, Step
 from baton.engine.models.rope import Rotary
+from baton.engine.models.spec import EVERYWHERE
 from baton.hashing import fingerprint
 
 Mode = Literal["auto", "fast", "sequential", "off"]
@@ -36,10 +37,9 @@ class Block:
     """One layer over independent short sequences of equal length."""
 
     def __init__(self, config: ModelConfig, parts: Parts, name: str) -> None:
-        variant = Variant(SelfAttention, feed_forward)
-        self._layer = Layer(replace(config, windows=(None,)), parts, variant, 0, name)
+        self._layer = Layer(config, parts, replace(config.spec.attention[0], reach=EVERYWHERE), 0, name)
         self._config, self._scratch = config, Scratch(parts.weights.dtype, parts.weights.device)
-        self._rotary = Rotary(config.rope, parts.weights.dtype, parts.weights.device)
+        self._rotary = Rotary(config.spec.ropes[0], parts.weights.dtype, parts.weights.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the layer's output for x [B, L, hidden], which is overwritten."""
@@ -48,7 +48,7 @@ class Block:
         slots = torch.arange(rows, device=x.device)
         room = (count, length, self._config.kv_heads, self._config.head_dim)
         keys, values = (self._scratch.take(name, rows, room[2] * room[3]).view(room) for name in ("keys", "values"))
-        step = Step(self._rotary(slots % length), slots, {None: self._attend}, self._scratch)
+        step = Step((self._rotary(slots % length),), slots, {EVERYWHERE: self._attend}, self._scratch)
         flat = x.view(rows, hidden)
         return flat.add_(self._layer(flat, None, step, keys, values)).view(x.shape)
 
@@ -74,7 +74,7 @@ class Thinker:
         self.hidden_size, self.fingerprint = config.hidden_size, ""
         self._embed = embed
         self._t, self._c = (Block(config, parts, f"{name}.block") for name in ("thinking", "compression"))
-        self._norm = parts.norm("thinking.norm", config.hidden_size, config.norm_eps)
+        self._norm = parts.norm("thinking.norm", config.hidden_size, config.spec.norm)
         self._head = parts.kernels.linear(parts.weights.tensor("thinking.lm_head.weight", *embed.shape))
         self._scratch = Scratch(embed.dtype, embed.device)
         self._states: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()

@@ -179,14 +179,15 @@ class ShardedParts(Parts):
         own = [start + first + torch.arange(out) for start, (_, first), out in zip(starts, shares, outs, strict=False)]
         return Parts._packed(self, names, tuple(rows for rows, _ in shares), n_in).rows(torch.cat(own))
 
-    def head(self, embed: Tensor, *, tied: bool) -> Linear:
+    def head(self, embed: Tensor, *, tied: bool, name: str = "lm_head", bias: bool = False) -> Linear:
+        assert not bias  # no family that can be divided has one
         vocab, n_in = embed.shape
         ends = [vocab * rank // self.exchange.size for rank in range(self.exchange.size + 1)]
         own = range(*ends[self.exchange.rank :][:2])
-        if not tied and self.are_stored(("lm_head",)):
-            packed = Parts._packed(self, ("lm_head",), (vocab,), n_in).rows(torch.arange(own.start, own.stop))
+        if not tied and self.are_stored((name,)):
+            packed = Parts._packed(self, (name,), (vocab,), n_in).rows(torch.arange(own.start, own.stop))
             return Gathered(self.kernels.quantized(packed, None, self.weights.keep), ends, self.exchange)
-        weight = embed[own.start : own.stop] if tied else self.weights.rows("lm_head.weight", (vocab, n_in), own)
+        weight = embed[own.start : own.stop] if tied else self.weights.rows(f"{name}.weight", (vocab, n_in), own)
         return Gathered(self.layer(weight), ends, self.exchange)
 
 

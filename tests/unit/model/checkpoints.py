@@ -26,6 +26,32 @@ CLASSES = {
     "qwen3_moe": transformers.Qwen3MoeForCausalLM,
     "deepseek_v2": transformers.DeepseekV2ForCausalLM,
     "deepseek_v3": transformers.DeepseekV3ForCausalLM,
+    "granite": transformers.GraniteForCausalLM,
+    "smollm3": transformers.SmolLM3ForCausalLM,
+    "seed_oss": transformers.SeedOssForCausalLM,
+    "arcee": transformers.ArceeForCausalLM,
+    "ernie4_5": transformers.Ernie4_5ForCausalLM,
+    "hunyuan_v1_dense": transformers.HunYuanDenseV1ForCausalLM,
+    "ministral": transformers.MinistralForCausalLM,
+    "ministral3": transformers.Ministral3ForCausalLM,
+    "apertus": transformers.ApertusForCausalLM,
+    "gemma2": transformers.Gemma2ForCausalLM,
+    "gemma3_text": transformers.Gemma3ForCausalLM,
+    "phi3": transformers.Phi3ForCausalLM,
+    "phi": transformers.PhiForCausalLM,
+    "starcoder2": transformers.Starcoder2ForCausalLM,
+    "nemotron": transformers.NemotronForCausalLM,
+    "stablelm": transformers.StableLmForCausalLM,
+    "olmo2": transformers.Olmo2ForCausalLM,
+    "olmo3": transformers.Olmo3ForCausalLM,
+    "exaone4": transformers.Exaone4ForCausalLM,
+    "cohere": transformers.CohereForCausalLM,
+    "cohere2": transformers.Cohere2ForCausalLM,
+    "glm4": transformers.Glm4ForCausalLM,
+    "glm4_moe": transformers.Glm4MoeForCausalLM,
+    "minimax_m2": transformers.MiniMaxM2ForCausalLM,
+    "gpt_oss": transformers.GptOssForCausalLM,
+    "llama4_text": transformers.Llama4ForCausalLM,
 }
 
 
@@ -39,13 +65,38 @@ def random_checkpoint(
     """
     shape: dict[str, Any] = {"hidden_size": HIDDEN, "intermediate_size": 80, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "max_position_embeddings": POSITIONS}
-    shape |= {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None}
+    shape |= {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     model_class = CLASSES[family]
     config = model_class.config_class(**(shape | settings))
     config._attn_implementation = "eager"
     model = model_class(config).eval().requires_grad_(False)
     randomise(model, seed)
     model.to(dtype).save_pretrained(folder, max_shard_size=shard)
+    return model
+
+
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION |= {"image_size": 28, "patch_size": 14}
+LLAMA4_VISION = {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
+# The class, the settings of its text model, and those of its vision model.
+WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gemma3": ("Gemma3", {"model_type": "gemma3_text", "sliding_window": 20}, {}),
+    "mistral3": ("Mistral3", {"model_type": "mistral", "sliding_window": None}, {"model_type": "pixtral"}),
+    "llama4": ("Llama4", {"model_type": "llama4_text", "num_local_experts": 4, "head_dim": 16}, LLAMA4_VISION),
+}
+
+
+def wrapped_checkpoint(folder: Path, family: str) -> Any:
+    """Write a tiny checkpoint of a model for text and images, and return its transformers model, in eval mode."""
+    name, text, vision = WRAPPED[family]
+    shape: dict[str, Any] = {"hidden_size": HIDDEN, "intermediate_size": 80, "num_hidden_layers": 4, "head_dim": 16}
+    shape |= {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "max_position_embeddings": POSITIONS}
+    shape |= {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = getattr(transformers, f"{name}Config")(text_config=shape | text, vision_config=VISION | vision)
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval().requires_grad_(False)
+    randomise(model, 0)
+    model.save_pretrained(folder)
     return model
 
 
@@ -189,6 +240,80 @@ LATENT: dict[str, Variant] = {
     "v3-yarn": Variant("deepseek_v3", V3 | {"rope_parameters": V3_YARN}),
     "v3-dense": Variant("deepseek_v3", V3 | {"first_k_dense_replace": 3, "tie_word_embeddings": True}),
 }
+
+FOUR: dict[str, Any] = {"num_hidden_layers": 4}
+LONG_FACTORS = {"short_factor": [1.0, 1.3, 2.0], "long_factor": [9.0] * 3}
+SMALL_GLM: dict[str, Any] = {"num_hidden_layers": 3, "moe_intermediate_size": 24, "n_routed_experts": 8, "head_dim": 16}
+GPT_OSS_YARN = {**YARN, "rope_theta": 10000.0, "truncate": False}
+LLAMA4: dict[str, Any] = {**FOUR, "intermediate_size": 24, "intermediate_size_mlp": 40, "head_dim": 16}
+LLAMA4 |= {"num_local_experts": 4, "attention_chunk_size": 24, "floor_scale": 16}
+
+NATIVE: dict[str, Variant] = {
+    "granite": Variant(
+        "granite",
+        {
+            "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 4.0,
+            "attention_bias": True, "mlp_bias": True,
+        },
+    ),
+    "smollm3": Variant("smollm3", {"no_rope_layer_interval": 2}),
+    "smollm3-window": Variant("smollm3", {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 20}),
+    "seed_oss": Variant("seed_oss", {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True}),
+    "arcee": Variant("arcee", {"mlp_bias": True, "head_dim": 12}),
+    "ernie4_5": Variant("ernie4_5", {"head_dim": 16, "use_bias": True}),
+    "hunyuan": Variant("hunyuan_v1_dense", {"attention_bias": True, "head_dim": 16}),
+    "hunyuan-alpha": Variant("hunyuan_v1_dense", {"head_dim": 16, **rope(rope_type="dynamic", factor=1.0, alpha=9.0)}),
+    "ministral": Variant("ministral", {"layer_types": ALTERNATING, "sliding_window": 24, "head_dim": 16}),
+    "ministral3": Variant("ministral3", {"head_dim": 16, **rope(**YARN, llama_4_scaling_beta=0.4)}),
+    "apertus": Variant("apertus", {"attention_bias": True, **rope(rope_type="llama3", **LLAMA3)}),
+    "gemma2": Variant("gemma2", {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 20}),
+    "gemma2-caps": Variant(
+        "gemma2",
+        {"head_dim": 20, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "attention_bias": True},
+    ),
+    "gemma3": Variant("gemma3_text", {**FOUR, "head_dim": 16, "sliding_window": 24, "sliding_window_pattern": 3}),
+    "gemma3-types": Variant(
+        "gemma3_text",
+        {"head_dim": 16, "sliding_window": 20, "layer_types": ALTERNATING, "final_logit_softcapping": 3.0},
+    ),
+    "phi3": Variant("phi3", {"sliding_window": 24}),
+    "phi3-longrope": Variant(
+        "phi3",
+        {
+            "num_attention_heads": 6, **rope(rope_type="longrope", **LONG_FACTORS, partial_rotary_factor=0.75),
+            "original_max_position_embeddings": 400, "tie_word_embeddings": True,
+        },
+    ),
+    "phi": Variant("phi", {"qk_layernorm": True, "num_attention_heads": 6}),
+    "starcoder2": Variant("starcoder2", {"sliding_window": 24}),
+    "starcoder2-no-bias": Variant("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
+    "nemotron": Variant("nemotron", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
+    "stablelm": Variant("stablelm", {"use_qkv_bias": True, "num_attention_heads": 6}),
+    "stablelm-parallel": Variant("stablelm", {"use_parallel_residual": True, "num_attention_heads": 6}),
+    "olmo2": Variant("olmo2", {"attention_bias": True}),
+    "olmo3": Variant("olmo3", {**FOUR, "sliding_window": 24}),
+    "exaone4": Variant("exaone4", {**FOUR, "sliding_window": 24, "sliding_window_pattern": 2}),
+    "exaone4-full": Variant("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "cohere": Variant("cohere", {"use_qk_norm": True, "attention_bias": True, "logit_scale": 0.3}),
+    "cohere2": Variant("cohere2", {**FOUR, "sliding_window": 24, "head_dim": 16}),
+    "glm4": Variant("glm4", {"head_dim": 16}),
+    "glm4-no-bias": Variant("glm4", {"head_dim": 16, "attention_bias": False, "partial_rotary_factor": 0.75}),
+    "glm4_moe": Variant("glm4_moe", SMALL_GLM | {"num_experts_per_tok": 3, "use_qk_norm": True, "n_group": 2}),
+    "minimax_m2": Variant(
+        "minimax_m2", {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 3, "rotary_dim": 8}
+    ),
+    "gpt_oss": Variant(
+        "gpt_oss",
+        {
+            "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 24,
+            "swiglu_limit": 1.5, "rope_parameters": GPT_OSS_YARN,
+        },
+    ),
+    "llama4": Variant("llama4_text", LLAMA4 | {"interleave_moe_layer_step": 2}),
+    "llama4-two": Variant(
+        "llama4_text", LLAMA4 | {"num_experts_per_tok": 2, "use_qk_norm": False, "no_rope_layer_interval": 2}
+    ),
+}  # fmt: skip
 
 
 LAYERS = 4

@@ -12,10 +12,11 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
 
-from baton.engine.models.config import FAMILIES, ModelConfig, parse_config
+from baton.engine.models.config import ModelConfig, parse_config
 from baton.engine.models.config_variants import ExpertsConfig, LatentConfig
+from baton.engine.models.families import FAMILIES
 from baton.engine.models.json_fields import Fields
-from baton.engine.models.loading import _max_model_len
+from baton.engine.models.loading import _check_device, _max_model_len
 from baton.engine.models.rope import ROPE_TYPES, RopeConfig, inverse_frequencies
 from baton.errors import CheckpointError, ConfigError
 
@@ -35,6 +36,7 @@ def parsed(model_type: str = "llama", **settings: Any) -> ModelConfig:
         {"type": "linear", "factor": 2.5},
         {"rope_type": "dynamic", "factor": 4.0},
         {"rope_type": "llama3", **LLAMA3},
+        {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0},
         {"type": "yarn", "factor": 4.0},
         {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "truncate": False},
         {"type": "yarn", "factor": 8, "original_max_position_embeddings": 128, "beta_fast": 20, "beta_slow": 2},
@@ -54,7 +56,7 @@ def test_rope_both_spellings(scaling: dict[str, Any], head_dim: int):
     inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[kind](oracle, "cpu")
     old = {"rope_scaling": dict(scaling), "rope_theta": 5e4}
     for spelling in (old, {"rope_parameters": named | {"rope_theta": 5e4}}):
-        rope = parsed(head_dim=head_dim, **spelling).rope
+        rope = parsed(head_dim=head_dim, **spelling).spec.ropes[0]
         assert torch.equal(inverse_frequencies(rope), inv_freq)
         assert rope.attention_factor == attention_factor
 
@@ -70,14 +72,15 @@ def test_rope_both_spellings(scaling: dict[str, Any], head_dim: int):
     ],
 )
 def test_rope_theta(settings: dict[str, Any], theta: float):
-    rope = parsed(**settings).rope
+    rope = parsed(**settings).spec.ropes[0]
     assert (rope.kind, rope.theta, rope.attention_factor, rope.limit) == ("default", theta, 1.0, 1024)
 
 
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
-        ({"rope_type": "longrope", "factor": 2}, "rope_scaling: rope_type 'longrope' is not supported .*llama3, yarn"),
+        ({"rope_type": "axial", "factor": 2}, "rope_scaling: rope_type 'axial' is not supported .*llama3, yarn"),
+        ({"rope_type": "longrope", "short_factor": [1, 0, 1, 1]}, "short_factor must be a list of 4 numbers above 0"),
         ({"rope_type": 3}, "rope_type must be a string, got 3"),
         ("linear", "rope_scaling must be an object, got 'linear'"),
         ({"type": "linear"}, "factor is missing"),
@@ -85,7 +88,7 @@ def test_rope_theta(settings: dict[str, Any], theta: float):
         ({"type": "linear", "factor": 0}, "factor must be a number"),
         ({"type": "dynamic", "factor": None}, "factor is missing"),
         ({"type": "llama3", "factor": 2}, "low_freq_factor is missing"),
-        ({"type": "llama3", **LLAMA3, "low_freq_factor": 4}, "high_freq_factor must be above low_freq_factor"),
+        ({"type": "llama3", **LLAMA3, "low_freq_factor": 5}, "high_freq_factor must be at least low_freq_factor"),
         ({"type": "yarn", "factor": 2, "truncate": 1}, "truncate must be true or false"),
         ({"type": "yarn", "factor": 2, "beta_fast": -1}, "beta_fast must be a number"),
         ({"type": "yarn", "factor": 2, "mscale": -1}, "mscale must be a number"),
@@ -120,7 +123,7 @@ def test_scaled_positions_may_be_asked_for(scaling: dict[str, Any], limit: int):
 
 
 def sliding(model_type: str, **settings: Any) -> tuple[int | None, ...]:
-    return parsed(model_type, **settings).windows
+    return tuple(layer.reach.window for layer in parsed(model_type, **settings).spec.attention)
 
 
 def test_sliding_windows_as_transformers_treats_them():
@@ -153,9 +156,9 @@ def test_defaults_of_the_families():
     assert parsed("mistral", num_attention_heads=16, num_key_value_heads=None).kv_heads == 16
     assert (parsed("llama").head_dim, parsed("qwen3").head_dim, parsed("qwen3", head_dim=32).head_dim) == (8, 128, 32)
     assert parsed("qwen2", max_position_embeddings=...).max_positions == 32768
-    biases = {name: (parsed(name).qkv_bias, parsed(name).o_bias, parsed(name).mlp_bias) for name in ("qwen2", "llama")}
-    assert biases == {"qwen2": (True, False, False), "llama": (False, False, False)}
-    assert (parsed("qwen3").qk_norm, parsed("qwen2").qk_norm) == (True, False)
+    layers = {name: parsed(name).spec.attention[0] for name in ("qwen2", "llama", "qwen3")}
+    assert [(layer.qkv_bias, layer.o_bias) for layer in layers.values()] == [(True, False), *[(False, False)] * 2]
+    assert [layer.head_norm is not None for layer in layers.values()] == [False, False, True]
 
 
 V2 = {"num_experts_per_tok": 2}  # it has no default
@@ -187,9 +190,12 @@ def test_defaults_of_mixtral_and_qwen3_moe(family: str, name: str, inner: int):
     assert (found.count, found.per_token) == (getattr(theirs, name), theirs.num_experts_per_tok)
     assert (found.inner, found.sparse) == (inner, (True,) * 3)
     assert found.normalised is getattr(theirs, "norm_topk_prob", True)
-    assert (config.rope.theta, config.norm_eps) == (theirs.rope_parameters["rope_theta"], theirs.rms_norm_eps)
+    assert (config.spec.ropes[0].theta, config.spec.norm.eps) == (
+        theirs.rope_parameters["rope_theta"],
+        theirs.rms_norm_eps,
+    )
     assert (config.max_positions, config.kv_heads) == (theirs.max_position_embeddings, theirs.num_key_value_heads)
-    assert (config.head_dim, config.qk_norm) == (8, family == "qwen3_moe")
+    assert (config.head_dim, config.spec.attention[0].head_norm is not None) == (8, family == "qwen3_moe")
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
@@ -204,7 +210,7 @@ def test_defaults_of_deepseek(family: str):
     assert (widths.nope_dim, widths.rope_dim) == (theirs.qk_nope_head_dim, theirs.qk_rope_head_dim)
     assert (widths.value_dim, widths.interleaved) == (theirs.v_head_dim, True)
     assert (config.kv_tensors, config.kv_heads, config.head_dim) == (("latent",), 1, widths.width)
-    assert (config.rope.head_dim, config.max_positions) == (theirs.qk_rope_head_dim, theirs.max_position_embeddings)
+    assert (config.spec.rotated, config.max_positions) == (theirs.qk_rope_head_dim, theirs.max_position_embeddings)
 
 
 def test_groups_of_deepseek_v3():
@@ -241,7 +247,7 @@ def test_number_of_experts_in_both_spellings():
 )
 def test_softmax_factor(rope: dict[str, Any]):
     config = parsed("deepseek_v3", rope_scaling=rope)
-    assert config.rope.softmax_factor == pytest.approx(yarn_apply_mscale(rope, 1.0), rel=1e-12)
+    assert config.spec.ropes[0].softmax_factor == pytest.approx(yarn_apply_mscale(rope, 1.0), rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -277,6 +283,48 @@ def test_experts_and_latent_attention_that_are_refused(family: str, settings: di
         parsed(family, **settings)
 
 
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention must be False"),
+        ("gemma2", {"sliding_window": None}, "layer_types contains sliding_attention, but no sliding window is set"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping must be null for gemma3_text"),
+        ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters: full_attention is missing"),
+        ("olmo3", {"rope_theta": 1e6}, "rope_theta must be 500000.0 for this model, got 1000000.0"),
+        ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2}}, "rope_type 'yarn' is not supported for phi3"),
+        ("phi3", {"partial_rotary_factor": 0.4}, r"partial_rotary_factor \(0.4\) must rotate an even number of 8"),
+        ("phi3", {"lm_head_bias": True}, "lm_head_bias must be False"),
+        ("stablelm", {"qk_layernorm": True}, "qk_layernorm must be False"),
+        ("cohere2", {"use_parallel_block": False}, "use_parallel_block must be True"),
+        ("minimax_m2", {"attn_type_list": [1, 0]}, "attn_type_list must be 1 for all layers"),
+        ("hunyuan_v1_dense", {"use_cla": True}, "use_cla must be False"),
+        ("arcee", {"hidden_act": "tanh"}, "hidden_act 'tanh' is not supported .*relu2"),
+        ("apertus", {}, "rope_parameters is missing"),
+        ("gpt_oss", {}, "rope_scaling is missing"),
+        ("smollm3", {"no_rope_layers": [1, 2, 0]}, "no_rope_layers must have 3 entries, each 0 or 1"),
+        ("llama4_text", {"layer_types": ["sliding_attention"] * 3}, "layer_types 'sliding_attention' is not supported"),
+        ("gemma3", {}, "text_config is missing"),
+        ("mistral3", {"text_config": {"model_type": "gpt2"}}, "text_config: model_type 'gpt2' is not supported"),
+    ],
+)
+def test_settings_of_families_that_are_refused(family: str, settings: dict[str, Any], message: str):
+    with pytest.raises(CheckpointError, match=message):
+        parsed(family, **settings)
+
+
+def test_the_names_of_kimi_k2_and_of_text_models():
+    assert parsed("kimi_k2", architectures=["DeepseekV3ForCausalLM"]).family == "deepseek_v3"
+    whole = parsed("mistral3", text_config={**SHAPE, "model_type": "mistral", "tie_word_embeddings": False})
+    assert (whole.family, whole.tied, whole.wrapped) == ("mistral", True, True)
+
+
+@pytest.mark.parametrize(("family", "part"), [("gemma2", "soft caps"), ("llama4_text", "chunked attention")])
+def test_parts_that_gpus_lack(family: str, part: str):
+    config = parsed(family, attention_chunk_size=64)
+    with pytest.raises(CheckpointError, match=f"{family} has {part}, not supported on cuda, only on CPUs"):
+        _check_device(config, "none", torch.device("cuda"))
+
+
 def test_queries_at_once_or_by_way_of_a_narrow_row():
     assert latent("deepseek_v2", q_lora_rank=None).query_rank is None
     assert latent("deepseek_v2").query_rank == 1536
@@ -292,12 +340,15 @@ num_key_value_heads layer_types sliding_window use_sliding_window hidden_act qua
 num_experts num_local_experts num_experts_per_tok moe_intermediate_size n_group topk_group n_routed_experts
 n_shared_experts first_k_dense_replace mlp_only_layers decoder_sparse_step topk_method scoring_func moe_layer_freq
 routed_scaling_factor norm_topk_prob q_lora_rank kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim
-num_nextn_predict_layers""".split()
+num_nextn_predict_layers rms_norm_eps embedding_multiplier residual_multiplier attention_multiplier logits_scaling
+no_rope_layers no_rope_layer_interval attention_bias use_bias query_pre_attn_scalar attn_logit_softcapping
+final_logit_softcapping sliding_window_pattern partial_rotary_factor rotary_dim logit_scale use_qk_norm moe_layers
+attention_chunk_size floor_scale attn_scale swiglu_limit interleave_moe_layer_step hidden_activation""".split()
 ROPE_KEYS = [*(field.name for field in dataclasses.fields(RopeConfig)), "mscale", "mscale_all_dim", "rope_theta"]
-ROPE_KEYS += ["original_max_position_embeddings"]
+ROPE_KEYS += ["original_max_position_embeddings", "partial_rotary_factor", "alpha", "llama_4_scaling_beta"]
 
 
-@hypothesis.settings(max_examples=200)
+@hypothesis.settings(max_examples=400)
 @hypothesis.given(
     st.sampled_from(sorted(FAMILIES)),
     st.dictionaries(st.sampled_from(KEYS), VALUES | st.integers(1, 9), max_size=4),
@@ -310,6 +361,6 @@ def test_any_json_is_parsed_or_refused(family: str, values: dict[str, Any], kind
         config = parsed(family, rope_parameters={"factor": 2.0, **rope, "rope_type": kind}, **V2 | values)
     except CheckpointError:
         return
-    assert not inverse_frequencies(dataclasses.replace(config.rope, head_dim=8)).isnan().any()
-    assert (config.experts is None) == (family in ("llama", "mistral", "qwen2", "qwen3"))
+    assert not inverse_frequencies(config.spec.ropes[0]).isnan().any()
+    assert all(each.scale > 0 for each in config.spec.attention)
     assert config.experts is None or config.experts.per_token <= config.experts.count

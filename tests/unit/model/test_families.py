@@ -26,10 +26,21 @@ from baton.errors import CheckpointError
 from baton.tokenizer import OracleTokenizer
 from baton.worker.engine_factory import generate
 from tests.support.engines import allocated, hand_over, ids, key_of, numbers, spec_of
-from tests.unit.model.checkpoints import DENSE, LATENT, QWEN, SPARSE, edit_tensors, random_checkpoint, reload
+from tests.unit.model.checkpoints import (
+    DENSE,
+    LATENT,
+    NATIVE,
+    QWEN,
+    SPARSE,
+    Variant,
+    edit_tensors,
+    random_checkpoint,
+    reload,
+    wrapped_checkpoint,
+)
 from tests.unit.model.harness import Row, greedy, make_batch, poisoned_cache, prompts
 
-VARIANTS = DENSE | SPARSE | LATENT
+VARIANTS = DENSE | SPARSE | LATENT | NATIVE
 MANY = (1, 2, 3, 15, 16, 17, 31, 33, 48, 64, 65, 90, 100, 127, 128, 150, 199, 256, 270, 300)
 FEW = (1, 2, 16, 17, 33, 64, 90, 150)  # of models that compute slowly; their seeds are chosen for these lengths
 SURE = 1e-5  # several times the float32 difference between two right implementations
@@ -40,9 +51,8 @@ def variants(names: Iterable[str]) -> Any:
     return pytest.mark.parametrize("name", cases)
 
 
-def answered(name: str, folder: Path, seed: int) -> Iterator[tuple[list[int], Row]]:
+def answered(folder: Path, seed: int, lengths: Sequence[int], new: int) -> Iterator[tuple[list[int], Row]]:
     """Decode prompts greedily with the model in `folder`. Return each prompt with its row."""
-    lengths, new = (MANY, 32) if name in DENSE else (FEW, 16)
     some = prompts(lengths)
     return zip(some, greedy(load_model(folder), some, new, random.Random(seed)), strict=True)
 
@@ -88,9 +98,16 @@ def _gap(ranks: torch.Tensor, chosen: int) -> torch.Tensor:
 
 @variants(VARIANTS)
 def test_equals_transformers(name: str, tmp_path: Path, seed: int):
-    """Checks tokens by induction: each is the argmax of transformers' logits after the tokens before it."""
-    oracle = VARIANTS[name].write(tmp_path)
-    answers = list(answered(name, tmp_path, seed))
+    lengths, new = (MANY, 32) if name in DENSE else (FEW, 16)
+    assert_equals_transformers(VARIANTS[name], tmp_path, seed, lengths, new)
+
+
+def assert_equals_transformers(
+    variant: Variant, folder: Path, seed: int, lengths: Sequence[int] = FEW, new: int = 16
+) -> None:
+    """Check tokens by induction: each is the argmax of transformers' logits after the tokens before it."""
+    oracle = variant.write(folder)
+    answers = list(answered(folder, seed, lengths, new))
     if routers(oracle):
         assert_sure(oracle, [row.tokens for _, row in answers])
     for prompt, row in answers:
@@ -102,7 +119,20 @@ def test_equals_transformers(name: str, tmp_path: Path, seed: int):
         torch.testing.assert_close(torch.stack([row.logits[i] for i in seen]), logits[seen], atol=1e-4, rtol=0)
 
 
-@variants(["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "v2-lite", "v2", "v3", "v3-dense"])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "mistral3", "llama4"])
+def test_the_text_model_of_a_model_with_images(family: str, tmp_path: Path, seed: int):
+    oracle = wrapped_checkpoint(tmp_path, family)
+    for prompt, row in answered(tmp_path, seed, (1, 17, 40, 90), 16):
+        logits = oracle(input_ids=torch.tensor([row.tokens])).logits[0]
+        assert row.tokens[len(prompt) :] == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+BFLOAT16 = ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "v2-lite", "v2", "v3", "v3-dense"]
+BFLOAT16 += ["gemma2", "gemma3", "olmo2", "cohere", "nemotron", "hunyuan", "apertus", "glm4", "gpt_oss", "llama4"]
+
+
+@variants(BFLOAT16)
 def test_bfloat16_is_as_good_as_transformers(name: str, tmp_path: Path, seed: int):
     """Our bfloat16 logits are no farther from the float32 ones than those of transformers, up to chance.
 
@@ -112,7 +142,7 @@ def test_bfloat16_is_as_good_as_transformers(name: str, tmp_path: Path, seed: in
     family = VARIANTS[name].family
     oracle, exact = (reload(tmp_path, family, dtype) for dtype in (torch.bfloat16, torch.float32))
     same, ours, others = (list[torch.Tensor]() for _ in range(3))
-    for _, row in answered(name, tmp_path, seed):
+    for _, row in answered(tmp_path, seed, *((MANY, 32) if name in DENSE else (FEW, 16))):
         seen, tokens = sorted(row.logits), torch.tensor([row.tokens])
         mine = torch.stack([row.logits[i] for i in seen])
         theirs, right = oracle(tokens).logits[0, seen].float(), exact(tokens).logits[0, seen]
@@ -226,7 +256,7 @@ def experts(tmp_path_factory) -> tuple[Any, Any]:
 
 
 def products(model: Any, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    step = Step(None, None, {}, model.scratch)  # type: ignore[arg-type]  # neither positions nor a cache
+    step = Step((), None, {}, model.scratch)  # type: ignore[arg-type]  # neither positions nor a cache
     layer = model.layers[0].feed_forward
     assert isinstance(layer, SparseMLP)
     return layer.experts(x, weights, chosen, step).clone()

@@ -18,7 +18,7 @@ from baton.engine.kernels.torch_reference import TorchKernels
 from baton.engine.models import loading
 from baton.engine.models.loading import load_model
 from tests.support.compiled_kernels import compiled_or_skip
-from tests.unit.model.checkpoints import DENSE, LATENT, SPARSE, VOCAB, Variant
+from tests.unit.model.checkpoints import DENSE, LATENT, NATIVE, SPARSE, VOCAB, Variant
 
 pytestmark = pytest.mark.slow
 
@@ -32,6 +32,7 @@ FAMILIES = {
     "qwen3-window": DENSE["qwen3-layer-types"],
     **{name: SPARSE[name] for name in ("mixtral", "qwen3_moe-many")},
     **{name: LATENT[name] for name in ("v2", "v3")},
+    **{name: NATIVE[name] for name in ("gemma2-caps", "gpt_oss", "glm4")},
 }
 PROFILES = {
     "flat": Profile(static=Choice(1 << 20, tall=True)),
@@ -40,7 +41,8 @@ PROFILES = {
     "preset maximum": Profile(static=Choice(8, tall=True), unified_max=0.0),
 }
 CASES = [(family, kernels, 1) for family in FAMILIES for kernels in ("torch", *PROFILES)]
-EXACT_ROWS = {"llama-wide-heads": 64, "llama-gelu": 64, "qwen3": 64, "qwen3-window": 64, "mixtral": 0}
+EXACT_ROWS = {"llama-wide-heads": 64, "llama-gelu": 64, "qwen3": 64, "qwen3-window": 64, "glm4": 64}
+EXACT_ROWS |= {"mixtral": 0, "gpt_oss": 0}
 TWO_THREADS = [pytest.param("llama", kernels, 2, marks=pytest.mark.serial) for kernels in ("torch", "flat", "tall")]
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from transformers.utils import logging
 
 from baton.engine.batch import Batch
 from baton.engine.kernels.base import Attention, Kernels
-from baton.engine.kernels.torch_attention import SteadyAttention
+from baton.engine.kernels.torch_attention import SPAN, SteadyAttention
 from baton.engine.kv_cache import KVCache
 from baton.errors import CheckpointError, EngineFault
 
@@ -176,6 +177,14 @@ class PagedForward:
         if bound is None or bound[0] != key:
             args = self.batch, self.kv.layout.block_size, window, scale
             plain = softcap is not None or sinks is not None
-            made = SteadyAttention(*args, softcap=softcap, sinks=sinks) if plain else self.kernels.attention(*args)
+            made = self._plain(args, softcap, sinks) if plain else self.kernels.attention(*args)
             bound = self._bound[window] = key, made
         return bound[1]
+
+    def _plain(
+        self, args: tuple[Batch, int, int | None, float], softcap: float | None, sinks: Tensor | None
+    ) -> Attention:
+        span = None if self.batch.fixed else SPAN
+        return partial(
+            SteadyAttention(*args, span=span, soft_cap=softcap), sinks=None if sinks is None else sinks.float()
+        )

@@ -6,7 +6,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-from baton.engine.models.config import FAMILIES, read_config
+from baton.engine.models.config import WRAPPERS, read_config
+from baton.engine.models.families import FAMILIES
 from baton.engine.models.json_fields import Fields, read_json_object
 from baton.errors import CheckpointError, ConfigError
 
@@ -28,8 +29,8 @@ def chosen_backend(folder: Path, wanted: Backend) -> Backend:
     path = folder / "config.json"
     fields = Fields(str(path), read_json_object(path))
     name = next(iter(fields.texts("architectures")), fields.text("model_type", ""))
-    native = {family.architecture for family in FAMILIES.values()}
-    if not name or name in {*native, *FAMILIES}:
+    native = {*WRAPPERS.values(), *(family.architecture for family in FAMILIES.values())}
+    if not name or name in {*native, *WRAPPERS, *FAMILIES, *(also for each in FAMILIES.values() for also in each.also)}:
         return "native"
     if not installed:
         has = ", ".join(sorted(native))

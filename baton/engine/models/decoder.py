@@ -1,0 +1,164 @@
+"""The interpreter of `DecoderSpec`: token ids in, logits out.
+
+Each layer adds the previous block's delta to the residual stream as part of its first norm, and returns the next delta.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from baton.engine.batch import Batch, Injection
+from baton.engine.kernels.base import Scratch
+from baton.engine.kernels.torch_attention import SPAN, SteadyAttention
+from baton.engine.kv_cache import KVCache
+from baton.engine.models import deepseek
+from baton.engine.models.config import ModelConfig
+from baton.engine.models.llama import Norm, Parts, SelfAttention, Step
+from baton.engine.models.moe import feed_forward
+from baton.engine.models.rope import Rotary
+from baton.engine.models.spec import AttentionSpec
+
+
+class _Attend(Protocol):
+    def __call__(self, x: Tensor, step: Step, keys: Tensor, values: Tensor) -> Tensor:
+        """Return the delta of the residual stream."""
+
+
+class Layer:
+    """One layer: attention, then a feed-forward network, with norms before them."""
+
+    def __init__(self, config: ModelConfig, parts: Parts, spec: AttentionSpec, index: int, name: str) -> None:
+        names, hidden = config.spec.names, config.hidden_size
+        self.scale = config.spec.residual_scale
+
+        def norm(part: str) -> Norm | None:
+            return parts.norm(f"{name}.{part}", hidden, config.spec.norm) if part else None
+
+        self.input_norm = norm(names.before_attention)
+        self.attention = attention_of(config, parts, f"{name}.{names.attention}", spec)
+        self.after_attention = norm(names.after_attention)
+        self.post_norm = norm(names.before_mlp)
+        self.feed_forward = feed_forward(config, parts, name, index)
+        self.after_mlp = norm(names.after_mlp)
+
+    def __call__(self, x: Tensor, delta: Tensor | None, step: Step, keys: Tensor, values: Tensor) -> Tensor:
+        normed = step.scratch.take("normed", *x.shape)
+        delta = self.attention(_before(self.input_norm, x, normed, delta), step, keys, values)
+        delta = self._after(self.after_attention, delta, step)
+        delta = self.feed_forward(_before(self.post_norm, x, normed, delta), step)
+        return self._after(self.after_mlp, delta, step)
+
+    def _after(self, norm: Norm | None, delta: Tensor, step: Step) -> Tensor:
+        if norm is not None:
+            delta = norm(delta, step.scratch.take("delta_normed", *delta.shape))
+        return delta if self.scale == 1.0 else delta.mul_(self.scale)
+
+
+class ParallelLayer(Layer):
+    """One layer whose attention and feed-forward network both read the same rows."""
+
+    def __call__(self, x: Tensor, delta: Tensor | None, step: Step, keys: Tensor, values: Tensor) -> Tensor:
+        normed, take = step.scratch.take("normed", *x.shape), step.scratch.take
+        rows = _before(self.input_norm, x, normed, delta)
+        attended = take("attention_delta", *x.shape).copy_(self.attention(rows, step, keys, values))
+        return self._after(None, self.feed_forward(rows, step).add_(attended), step)
+
+
+def _before(norm: Norm | None, x: Tensor, normed: Tensor, delta: Tensor | None) -> Tensor:
+    """Add `delta` to x, and return the rows that a block reads."""
+    if norm is not None:
+        return norm(x, normed, delta)
+    return x if delta is None else x.add_(delta)
+
+
+def attention_of(config: ModelConfig, parts: Parts, name: str, spec: AttentionSpec) -> _Attend:
+    """Return the attention of a layer."""
+    if config.latent is not None:
+        return deepseek.LatentAttention(config, parts, config.latent, name)
+    return SelfAttention(config, parts, name, spec)
+
+
+class Decoder:
+    """The whole model."""
+
+    def __init__(self, config: ModelConfig, parts: Parts) -> None:
+        self.config, self.kernels, weights = config, parts.kernels, parts.weights
+        self.spec, names = config.spec, config.names_in(weights.checkpoint.__contains__)
+        self.embed = weights.tensor(f"{names.embed}.weight", config.vocab_size, config.hidden_size)
+        make = ParallelLayer if self.spec.parallel else Layer
+        layers = enumerate(self.spec.attention)
+        scale = self.spec.embedding_scale
+        self.embedding_scale = None if scale == 1.0 else torch.tensor(scale, dtype=weights.dtype, device=weights.device)
+        self.layers = [make(config, parts, spec, index, f"{names.layers}.{index}") for index, spec in layers]
+        self.norm = parts.norm(names.norm, config.hidden_size, self.spec.norm)
+        # A head in a tied checkpoint takes precedence, as in transformers.
+        tied = config.tied and f"{names.head}.weight" not in weights.checkpoint
+        self.head = parts.head(self.embed, tied=tied, name=names.head, bias=self.spec.head.bias)
+        # Latent attention rotates in float32.
+        dtype, width = (torch.float32, 0) if config.latent else (weights.dtype, config.head_dim)
+        self.rotaries = [Rotary(rope, dtype, weights.device, width) for rope in self.spec.ropes]
+        self.scratch = Scratch(weights.dtype, weights.device)
+        self._by_reach = {spec.reach: spec for spec in self.spec.attention}
+        self._temperature = next((spec.temperature for spec in self.spec.attention if spec.temperature), None)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, kv: KVCache) -> Tensor:
+        """Write K and V to `kv`. Returns logits of `logit_rows`, float32 [L, vocab], valid until the next forward."""
+        self.kernels.begin(batch)
+        step = self._step(batch, kv.layout.block_size)
+        x = self.scratch.take("x", len(batch.token_ids), self.config.hidden_size)
+        torch.index_select(self.embed, 0, batch.token_ids, out=x)
+        if self.embedding_scale is not None:
+            x.mul_(self.embedding_scale)
+        delta = None
+        for number, (layer, keys, values) in enumerate(zip(self.layers, kv.k, kv.v, strict=True)):
+            delta = layer(x, delta, step, keys, values)
+            if batch.on_layer is not None:  # the sums of this layer prove that all ranks have written their K and V
+                batch.on_layer(number)
+            if batch.thinking is not None:
+                self._exchange(batch.thinking, number + 1, x, delta)
+        return self._logits(x if delta is None else x.add_(delta), batch.logit_rows)
+
+    def _exchange(self, thinking: Injection, number: int, x: Tensor, delta: Tensor) -> None:
+        """Exchange states and hidden rows after layer `number`, counted from 1. The layer's output is x + delta."""
+        assert self.config.thinking is not None
+        if number == self.config.thinking.input_layer:
+            x.add_(thinking.states)
+        if number == self.config.thinking.output_layer and thinking.rows is not None:
+            thinking.hidden = x[thinking.rows] + delta[thinking.rows]
+
+    def _step(self, batch: Batch, block_size: int) -> Step:
+        rotations = tuple(rotary(batch.positions) for rotary in self.rotaries)
+        if self.config.latent is not None:
+            return deepseek.latent_step(self.config, self.kernels, batch, block_size, rotations, self.scratch)
+        step = Step(rotations, batch.slot_mapping, {}, self.scratch, fixed=batch.fixed)
+        for reach, spec in self._by_reach.items():
+            if spec.in_kernels:
+                step.attend[reach] = self.kernels.attention(batch, block_size, reach.window, spec.scale)
+            else:
+                span = None if batch.fixed else SPAN
+                step.special[reach] = SteadyAttention(
+                    batch, block_size, reach.window, spec.scale, span=span, chunk=reach.chunk, soft_cap=spec.soft_cap
+                )
+        return step if self._temperature is None else replace(step, temperatures=self._warm(batch.positions))
+
+    def _warm(self, positions: Tensor) -> Tensor:
+        """Return the factors of queries at these positions: [N, 1, 1]."""
+        assert self._temperature is not None
+        scale, floor, offset = self._temperature
+        steps = torch.floor((positions[:, None, None].float() + offset) / floor)
+        return (torch.log1p(steps) * scale + 1).to(self.scratch.dtype)
+
+    def _logits(self, x: Tensor, rows: Tensor) -> Tensor:
+        last = torch.index_select(x, 0, rows, out=self.scratch.take("last", len(rows), x.shape[1]))
+        normed, head = self.norm(last, self.scratch.take("normed", *last.shape)), self.spec.head
+        logits = self.head(normed, self.scratch.take("logits", len(rows), self.head.width, torch.float32))
+        if head.scale != 1.0:
+            logits.mul_(head.scale)
+        if head.soft_cap is not None:
+            logits.div_(head.soft_cap).tanh_().mul_(head.soft_cap)
+        return logits
