@@ -240,8 +240,8 @@ def test_a_native_family_is_preferred(gemma: Path, tmp_path: Path, settings: Any
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(choice, "transformers_version", lambda: "")
-    (tmp_path / "config.json").write_text('{"architectures": ["Gemma2ForCausalLM"]}')
-    with pytest.raises(CheckpointError, match=r"Gemma2ForCausalLM .*LlamaForCausalLM.*baton-serve\[transformers\]"):
+    (tmp_path / "config.json").write_text('{"architectures": ["PersimmonForCausalLM"]}')
+    with pytest.raises(CheckpointError, match=r"PersimmonForCausalLM .*LlamaForCausalLM.*baton-serve\[transformers\]"):
         choice.chosen_backend(tmp_path, "auto")
     with pytest.raises(ConfigError, match=r"not installed; pip install baton-serve\[transformers\]"):
         choice.chosen_backend(tmp_path, "transformers")

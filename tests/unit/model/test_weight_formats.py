@@ -20,7 +20,7 @@ from baton.engine.models.json_fields import Fields
 from baton.engine.models.loading import load_model
 from baton.errors import CheckpointError
 from tests.support import weight_formats as formats
-from tests.unit.model.checkpoints import MIXTRAL, V3, edit_config, edit_tensors, parameter_of, random_checkpoint
+from tests.unit.model.checkpoints import MIXTRAL, NATIVE, V3, edit_config, edit_tensors, parameter_of, random_checkpoint
 from tests.unit.model.harness import check_equal
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
@@ -49,6 +49,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Write, bool]] = {
         {"quant_method": "fp8", "weight_block_size": [16, 32]}, partial(formats.fp8, block=[16, 32]), False,
     ),
     "fp8 tensor": ({"quant_method": "fp8"}, partial(formats.fp8, block=None), False),
+    "fp8 with names of vLLM": ({"quant_method": "fp8", "activation_scheme": "static"}, formats.modelopt_fp8, False),
     "float by tensor": (*of_compressed("float-quantized", FP8 | {"strategy": "tensor"}), False),
     "float by channel": (*of_compressed("float-quantized", FP8 | {"strategy": "channel"}), False),
     "float by block": (
@@ -159,15 +160,19 @@ def test_torchao(kind: str, tmp_path: Path, monkeypatch):
     check_equal(tmp_path, reference)
 
 
-def test_stacked_experts_of_mxfp4(tmp_path: Path, seed: int):
-    """They have the shape of gpt-oss in transformers: inputs before outputs."""
-    made = torch.Generator().manual_seed(seed)
-    blocks = torch.randint(0, 256, (3, 10, 2, 16), dtype=torch.uint8, generator=made)
-    scales = torch.randint(110, 140, (3, 10, 2), dtype=torch.uint8, generator=made)
-    save_file({"e.up_blocks": blocks, "e.up_scales": scales}, tmp_path / "model.safetensors")
-    stored = declared_format(Fields("c", {"quantization_config": {"quant_method": "mxfp4"}}))
-    found = Checkpoint(tmp_path, stored=stored).take("e.up", (3, 64, 10))
-    assert torch.equal(found, convert_moe_packed_tensors(blocks, scales))
+def test_gpt_oss_in_mxfp4(tmp_path: Path, seed: int):
+    """Its experts are stored as blocks, outputs before inputs. Transformers has inputs before outputs."""
+    reference, made = NATIVE["gpt_oss"].write(tmp_path, **SIZES), torch.Generator().manual_seed(seed)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, n_in, n_out = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, n_out, n_in // 32, 16), dtype=torch.uint8, generator=made)
+        scales = torch.randint(119, 123, blocks.shape[:3], dtype=torch.uint8, generator=made)
+        reference.get_parameter(name).copy_(convert_moe_packed_tensors(blocks, scales))
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    edit_config(tmp_path, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    check_equal(tmp_path, reference)
 
 
 def edited(ending: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Path], None]:

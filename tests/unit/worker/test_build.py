@@ -546,6 +546,8 @@ def test_the_level_and_the_weights_of_a_worker_are_reported(demo, tmp_path, monk
     groups = {"g": {"targets": ["Linear"], "weights": weights}}
     edit_config(tmp_path, quantization_config=section | {"config_groups": groups})
     assert weight_format(demo(f"model.path={tmp_path}")) == "compressed-tensors int4 except kv_b_proj"
+    edit_config(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    assert weight_format(demo(f"model.path={tmp_path}")) == "fp8 block 128 x 128, widened"
     assert "-none-passes" in passes_path(demo()).name
     if "avx2" in machine().flags:
         monkeypatch.setenv("BATON_CPU_LEVEL", "avx2")

@@ -23,11 +23,12 @@ Block = tuple[int, int]  # outputs and inputs that share a scale; 0 means all of
 
 
 def float8(summary: str, scale: str, block: Block) -> WeightFormat:
-    """Return the format of tensors in 8 bits. The name of a scale has `scale` in addition."""
+    """Return the format of tensors in 8 bits. The name of a scale has `scale` in addition, or `_scale` (vLLM)."""
 
     def read(source: Source, name: str, shape: Sequence[int]) -> Tensor:
         wide = source.part(name, shape, FLOAT8).float()
-        return wide.mul_(scales_of(source, f"{name}{scale}", shape, block, (*FLOATS, *EXPONENTS)))
+        ending = "_scale" if f"{name}_scale" in source else scale
+        return wide.mul_(scales_of(source, f"{name}{ending}", shape, block, (*FLOATS, *EXPONENTS)))
 
     return WeightFormat(summary, wide_names("", "", FLOAT8), read, unread=OF_ACTIVATIONS, dimensions=(2, 3))
 
