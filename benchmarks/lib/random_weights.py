@@ -46,6 +46,10 @@ class RandomCheckpoint:
             return noise.mul_(0.1).add_(1)
         return noise.mul_(0.5 if len(shape) == 1 or "embed" in name else shape[1] ** -0.5)
 
+    def scheme(self, names: Collection[str]) -> None:
+        """Return None, because no layer is quantised."""
+        del names
+
     def release(self, taken: Tensor) -> None:
         """Do nothing, because nothing is mapped."""
 

