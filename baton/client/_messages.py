@@ -76,6 +76,12 @@ def values(message: Message) -> dict[str, Any]:
     return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
 
 
+def model(message: inference.Model) -> types.Model:
+    """Return a served model. Its defaults are those that are set."""
+    defaults = {field.name: value for field, value in message.defaults.ListFields()}
+    return types.Model(**values(message) | {"aliases": tuple(message.aliases), "defaults": defaults})
+
+
 def trusted(read: Callable[[M], T], message: M) -> T:
     """Return `read(message)`. An invalid reply is the server's fault, so InvalidRequest becomes EngineFault."""
     try:

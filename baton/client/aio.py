@@ -207,7 +207,7 @@ class AsyncClient(ClientBase):
 
     async def models(self) -> list[Model]:
         reply = await self._call(lambda target: self._stubs.of(target).ListModels, inference.ListModelsRequest())
-        return [Model(**_messages.values(model)) for model in reply.models]
+        return [_messages.model(each) for each in reply.models]
 
     async def cluster(self) -> ClusterStatus:
         """Return the workers and counts of this router. Raises ConfigError if the client was made without `admin`."""

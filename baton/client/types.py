@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias, TypedDict
 
 from baton import core
@@ -167,6 +167,8 @@ class Model:
     vocab_size: int
     tool_form: str = ""  # tool-call syntax: hermes, mistral, llama, or json for others; empty means no tools
     thinking_chunk: int = 0  # chunk size in tokens for thoughts; 0 means that it does not think
+    aliases: tuple[str, ...] = ()  # other names that requests may use
+    defaults: Mapping[str, float] = field(default_factory=dict)  # sampling of requests that leave it out, by field
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,7 +228,7 @@ async def test_the_deadline_spans_retries(world: World):
 
 async def test_unary_methods_and_that_they_retry_too(world: World):
     async with world.client() as client:
-        assert await soon(client("models")) == [baton.client.Model("m", 64, 256)]
+        assert await soon(client("models")) == [baton.client.Model("m", 64, 256, aliases=("n",), defaults={"top_k": 3})]
         assert await soon(client("cancel", "r1")) is True
         assert await soon(client("cancel", "r2")) is False
         assert await soon(client("tokenize", "flaky")) == list(b"flaky")

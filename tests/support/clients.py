@@ -106,7 +106,9 @@ class Scripted(inference_pb2_grpc.InferenceServicer, QuietAdmin):
         return inference.DetokenizeReply(text=bytes(request.ids).decode())
 
     async def ListModels(self, request: inference.ListModelsRequest, context: Any) -> inference.ListModelsReply:
-        return inference.ListModelsReply(models=[inference.Model(id="m", max_model_len=64, vocab_size=256)])
+        known = inference.Model(id="m", max_model_len=64, vocab_size=256, aliases=["n"])
+        known.defaults.top_k = 3
+        return inference.ListModelsReply(models=[known])
 
     async def Status(self, request: admin.StatusRequest, context: Any) -> admin.StatusReply:
         load = convert.load_to_pb(LOAD)
