@@ -503,7 +503,8 @@ class ExploredRun(ChoiceRun):
     def __init__(self) -> None:
         self.choice, self.request_id = 0, REQUEST
         self.spec = SequenceSpec(PROMPT, Sampling(max_tokens=MAX_TOKENS, seed=1))
-        self.request: Any = SimpleNamespace(call=SimpleNamespace(deadline=60.0), retention=kept, determinism="")
+        call, parsed = SimpleNamespace(deadline=60.0), SimpleNamespace(defaults=None)
+        self.request: Any = SimpleNamespace(call=call, parsed=parsed, retention=kept, determinism="")
         self._dispatch: Any = SimpleNamespace(attempts=ATTEMPTS, clock=Clock())
         self.observer: Any = Observer()
         self.started: Any = NOTHING

@@ -224,18 +224,19 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.slow
-def test_a_native_family_is_preferred(gemma: Path, tmp_path: Path, settings: Any):
+def test_a_native_family_is_preferred(tmp_path: Path, settings: Any):
     random_checkpoint(tmp_path, "llama")
     native, forced = (settings(f"model.path={tmp_path}", f"model.backend={kind}") for kind in ("auto", "transformers"))
     assert (served_by(native), served_by(forced)) == ("", VERSION)
-    other = settings(f"model.path={gemma}", "model.dtype=float32")
+    fallback_models.write("persimmon", folder := tmp_path / "other")
+    other = settings(f"model.path={folder}", "model.dtype=float32")
     assert served_by(other) == VERSION
     assert isinstance(load_backend(other), FallbackBackend)
-    with pytest.raises(CheckpointError, match="architectures 'Gemma2ForCausalLM' is not supported"):
-        load_backend(settings(f"model.path={gemma}", "model.backend=native"))
+    with pytest.raises(CheckpointError, match="architectures 'PersimmonForCausalLM' is not supported"):
+        load_backend(settings(f"model.path={folder}", "model.backend=native"))
     for option in ("model.quantize=int8", "model.kv_dtype=int8", "decode.tensor_parallel=2"):
         with pytest.raises(ConfigError, match=f"{option.split('=')[0]}: .* is not supported for .* in transformers"):
-            load_backend(settings(f"model.path={gemma}", option))
+            load_backend(settings(f"model.path={folder}", option))
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

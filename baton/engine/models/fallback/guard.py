@@ -53,7 +53,11 @@ def checked_config(fields: Fields, folder: str) -> PretrainedConfig:
     model_type = fields.text("model_type", "")
     if model_type not in CONFIG_MAPPING_NAMES:
         code = "; its own code (auto_map) is never run" if fields.has("auto_map") else ""
-        raise fields.error("model_type", f"{model_type!r} is not in transformers{code}")
+        name = next(iter(fields.texts("architectures")), "")
+        raise fields.error(
+            "architectures",
+            f"{name!r} has no native family, and model_type {model_type!r} is not in transformers{code}",
+        )
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise fields.error("model_type", f"{model_type!r} is no causal language model in transformers")
     for key in OTHERS:
