@@ -16,7 +16,7 @@ from baton.config import ClusterConfig
 from baton.config.values import HUB_PREFIX
 from baton.core import Role
 from baton.errors import CheckpointError, ConfigError
-from baton.model_hub import check_file, other_form
+from baton.model_hub import check_file, model_folder, other_form
 from baton.tokenizer import TOKENIZERS
 
 
@@ -35,6 +35,11 @@ def check_model(config: ClusterConfig, gpus: Sequence[str]) -> None:
 
 
 def _check_folder(folder: Path) -> None:
+    if folder.is_file():
+        try:
+            model_folder(folder)  # names its form
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from None
     try:
         found = {file.name for file in folder.iterdir()}
     except OSError as error:

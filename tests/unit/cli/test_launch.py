@@ -176,3 +176,13 @@ def test_knowable_mistakes_are_found_before_anything_starts(tmp_path, files, tre
     config = ClusterConfig.model_validate(given)
     with pytest.raises(ConfigError, match=words) if words else nullcontext():
         check_model(config, ("0",))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("model.gguf", "is a file: GGUF is not supported"), ("model.safetensors", "is a file: must be a folder")],
+)
+def test_a_file_in_place_of_a_folder_is_named(tmp_path, name, text):
+    (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=f"{name} {text}"):
+        check_model(ClusterConfig.model_validate({"model": {"path": str(tmp_path / name)}}), ())
