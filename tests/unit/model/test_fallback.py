@@ -246,3 +246,9 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         choice.chosen_backend(tmp_path, "auto")
     with pytest.raises(ConfigError, match=r"not installed; pip install baton-serve\[transformers\]"):
         choice.chosen_backend(tmp_path, "transformers")
+
+
+@pytest.mark.slow
+def test_a_folder_that_is_a_link_keeps_its_name(gemma: Path, tmp_path: Path):
+    (link := tmp_path / "link").symlink_to(gemma)
+    assert load(link).name == "link"

@@ -119,7 +119,7 @@ def load_transformers(
     probe, vocab_size = _probed(model, device)
     layout = KVLayout(len(probe.layers), probe.kv_heads, probe.width, block_size, kind, ("k", "v"))
     backend = FallbackBackend(
-        name=folder.resolve().name,
+        name=folder.absolute().name,
         layout=layout,
         vocab_size=vocab_size,
         max_model_len=max_model_len or limit,
