@@ -67,6 +67,11 @@ def kill_the_busiest(cluster):
     return lambda: (cluster.wait_replaced(name, pid), eventually(lambda: both_serve(cluster), within_s=30))
 
 
+def until_interrupted(attempt):
+    """Repeat an attempt until it returns true: on a slow machine, streams may end before their router is killed."""
+    assert any(attempt() for _ in range(5)), "each time most streams ended before the kill"
+
+
 def read_events(answer, events, begun):
     """Add the whole events of a stream. Wait for `begun` after the fifth."""
     event = b""
@@ -109,12 +114,13 @@ def both_serve(cluster):
 
 def test_both_serve_at_one_address(cluster):
     assert len(set(cluster.state().admins)) == 2
+    before = [status.accepted for status in statuses(cluster)]
     asked = streams(cluster)
-    running = [status.running for status in statuses(cluster)]
+    after = [status.accepted for status in statuses(cluster)]
     census = cluster.home.baton("status", "--census", "--name", cluster.name)
     assert len(asked.answers()) == STREAMS
     assert census.returncode == 0, census.stdout
-    assert sum(running) == STREAMS
+    assert sum(after) - sum(before) == STREAMS
     assert asked.resumed == 0
 
 
@@ -153,45 +159,56 @@ def test_one_goes_on_for_the_other(cluster):
 @pytest.mark.parametrize("count", [16, pytest.param(64, marks=pytest.mark.chaos)])
 def test_streams_through_a_gateway_outlive_a_router(cluster, tmp_path, count):
     """Its clients are unchanged, and no token is lost or repeated."""
-    begun = threading.Barrier(count + 1)
 
-    def read(client, number):
+    def read(client, number, begun):
         body = {"prompt": f"stream {number}", "max_tokens": 1500, "temperature": 0}
         stream = client.completions.create(**body, model="oracle", stream=True, extra_body={"ignore_eos": True})
         texts = [next(stream).choices[0].text for _ in range(5)]
         begun.wait(scaled(60))
         assert "".join(texts + [chunk.choices[0].text for chunk in stream]) == right(body)
 
-    with gateway(cluster, tmp_path / "log") as address, ThreadPoolExecutor(count) as pool:
-        client = openai.OpenAI(base_url=f"http://{address}/v1", api_key="none", max_retries=0, timeout=scaled(60))
-        reading = [pool.submit(read, client, number) for number in range(count)]
+    def attempt():
+        begun, parked = threading.Barrier(count + 1), cluster.log("decode-0").count("handoff_parked")
+        reading = [pool.submit(read, client, number, begun) for number in range(count)]
         begun.wait(scaled(60))
-        parked = cluster.log("decode-0").count("handoff_parked")
         replaced = kill_the_busiest(cluster)
         for one in reading:
             one.result(scaled(60))
-    assert cluster.log("decode-0").count("handoff_parked") - parked >= count / 2
-    replaced()
+        replaced()
+        return cluster.log("decode-0").count("handoff_parked") - parked >= count / 2
+
+    with gateway(cluster, tmp_path / "log") as address, ThreadPoolExecutor(count) as pool:
+        client = openai.OpenAI(base_url=f"http://{address}/v1", api_key="none", max_retries=0, timeout=scaled(60))
+        until_interrupted(attempt)
 
 
 def test_clients_come_back_to_another_router(cluster):
     """No token is lost or repeated, and events have the ids that follow."""
     bodies = [{"prompt": f"stream {number}", "max_tokens": 1500, "temperature": 0} for number in range(STREAMS)]
-    begun = threading.Barrier(STREAMS + 1)
-    with ThreadPoolExecutor(STREAMS) as pool:
-        asked = [{**body, "ignore_eos": True, "stream": True, "logprobs": 5} for body in bodies]
-        reading = [pool.submit(returning, cluster.state().http, body, begun) for body in asked]
-        begun.wait(scaled(60))
-        replaced = kill_the_busiest(cluster)
-        ends = [one.result(scaled(60)) for one in reading]
-    assert sum(breaks for _, breaks in ends) >= STREAMS / 2
-    for (events, _), body in zip(ends, bodies, strict=True):
-        ids, datas = zip(*(event[:2] for event in events), strict=True)
-        assert {one.split(":")[1] for one in ids} == {ids[0].split(":")[1]}, "one request"
-        places = [*(f"{index}.0" for index in range(1, len(ids))), f"{len(ids) - 1}.1"]
-        assert [one.split(":")[2] for one in ids] == places
-        chunks = [json.loads(data.removeprefix("data: ")) for data in datas[:-1]]
-        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == right(body)
-        assert len({chunk["created"] for chunk in chunks}) == 1
-    replaced()
+    asked = [{**body, "ignore_eos": True, "stream": True, "logprobs": 5} for body in bodies]
+
+    def attempt():
+        begun = threading.Barrier(STREAMS + 1)
+        with ThreadPoolExecutor(STREAMS) as pool:
+            reading = [pool.submit(returning, cluster.state().http, body, begun) for body in asked]
+            begun.wait(scaled(60))
+            replaced = kill_the_busiest(cluster)
+            ends = [one.result(scaled(60)) for one in reading]
+        for (events, _), body in zip(ends, bodies, strict=True):
+            as_one_request(events, body)
+        replaced()
+        return sum(breaks for _, breaks in ends) >= STREAMS / 2
+
+    until_interrupted(attempt)
     eventually(cluster.all_free)
+
+
+def as_one_request(events, body):
+    """Check the ids and the text of a stream that was read over several connections."""
+    ids, datas = zip(*(event[:2] for event in events), strict=True)
+    assert {one.split(":")[1] for one in ids} == {ids[0].split(":")[1]}, "one request"
+    places = [*(f"{index}.0" for index in range(1, len(ids))), f"{len(ids) - 1}.1"]
+    assert [one.split(":")[2] for one in ids] == places
+    chunks = [json.loads(data.removeprefix("data: ")) for data in datas[:-1]]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == right(body)
+    assert len({chunk["created"] for chunk in chunks}) == 1
