@@ -10,7 +10,7 @@ from baton.errors import BatonError, NoWorker, WorkerLost
 from tests.support.cluster_process import FREE_PORTS, HANDED_OVER, ClusterProcess, is_zombie
 from tests.support.load import Streams, read
 from tests.support.time_factor import scaled
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, until_interrupted
 
 pytestmark = pytest.mark.slow
 SETS = (HANDED_OVER, "model.path=oracle", "router.queue.max_wait_s=60")
@@ -53,14 +53,20 @@ def test_a_stream_survives_its_router(cluster):
     with cluster.client() as client:
         expected = client.generate("a survivor", **LONG)
     http = cluster.state().http
-    with cluster.client(max_retries=100) as client, client.stream("a survivor", **LONG) as stream:
-        read(stream, 50)
-        cluster.kill("router")
-        answer = stream.collect()
-    assert stream.resumed >= 1
-    assert answer.tokens == expected.tokens
-    assert answer.text == expected.text
-    assert (answer.placement.prefill_worker, answer.placement.decode_worker) == ("", "decode-0"), "nothing was computed"
+
+    def attempt():
+        with cluster.client(max_retries=100) as client, client.stream("a survivor", **LONG) as stream:
+            read(stream, 50)
+            pid = cluster.kill("router")
+            answer = stream.collect()
+        assert answer.tokens == expected.tokens
+        assert answer.text == expected.text
+        cluster.wait_replaced("router", pid)
+        computed = (answer.placement.prefill_worker, answer.placement.decode_worker) != ("", "decode-0")
+        assert not (stream.resumed and computed), answer.placement
+        return stream.resumed > 0
+
+    until_interrupted(attempt)
     eventually(cluster.all_free)
     with OpenAI(base_url=f"http://{http}/v1", api_key="none", max_retries=8, timeout=scaled(30)) as openai:
         (model,) = openai.models.list()

@@ -20,7 +20,7 @@ from baton.rpc.v1.inference_pb2_grpc import InferenceStub
 from baton.tokenizer import OracleTokenizer
 from tests.support.load import Load, Streams, draw_jobs, oracle_answer
 from tests.support.time_factor import scaled
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, until_interrupted
 
 pytestmark = pytest.mark.slow
 SETS = ("model.path=oracle", "router.replicas=2")
@@ -65,11 +65,6 @@ def kill_the_busiest(cluster):
     name = ("router", "router-1")[running.index(max(running))]
     pid = cluster.kill(name)
     return lambda: (cluster.wait_replaced(name, pid), eventually(lambda: both_serve(cluster), within_s=30))
-
-
-def until_interrupted(attempt):
-    """Repeat an attempt until it returns true: on a slow machine, streams may end before their router is killed."""
-    assert any(attempt() for _ in range(5)), "each time most streams ended before the kill"
 
 
 def read_events(answer, events, begun):

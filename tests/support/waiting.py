@@ -29,3 +29,8 @@ async def until(look: Callable[[], Any], what: str = "", within_s: float = 10.0,
             return found
         assert time.monotonic() < deadline, f"not so within {within_s:g} s: {what or look}"
         await asyncio.sleep(every_s)
+
+
+def until_interrupted(attempt: Callable[[], bool]) -> None:
+    """Repeat an attempt until it returns true: on a slow machine, streams may end before their process is killed."""
+    assert any(attempt() for _ in range(5)), "each time the streams ended before the kill"
