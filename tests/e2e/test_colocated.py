@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.load import oracle_answer
+from tests.support.waiting import until_interrupted
 
 pytestmark = pytest.mark.slow
 CHUNK = 48
@@ -67,13 +68,17 @@ def test_long_prompts_are_chunked_beside_what_is_decoded(cluster, seed):
 
 
 def test_a_worker_that_is_killed_is_no_loss(cluster):
-    with cluster.client() as client, client.stream([1, 2, 3], max_tokens=1500, **ANSWER) as stream:
-        for _ in range(5):
-            next(stream)
-        name = next(name for name, load in cluster.loads().items() if load.running)
-        pid = cluster.kill(name)
-        answer = stream.collect()
-    assert tuple(answer.tokens) == oracle_answer([1, 2, 3], max_tokens=1500, **ANSWER)
-    assert answer.placement.attempts == 2
-    assert answer.placement.decode_worker != name
-    cluster.wait_replaced(name, pid)
+    def attempt():
+        with cluster.client() as client, client.stream([1, 2, 3], max_tokens=1500, **ANSWER) as stream:
+            for _ in range(5):
+                next(stream)
+            name = next((name for name, load in cluster.loads().items() if load.running), None)
+            pid = cluster.kill(name) if name else None
+            answer = stream.collect()
+        assert tuple(answer.tokens) == oracle_answer([1, 2, 3], max_tokens=1500, **ANSWER)
+        if pid is not None:
+            cluster.wait_replaced(name, pid)
+        assert answer.placement.attempts == 1 or answer.placement.decode_worker != name
+        return answer.placement.attempts == 2
+
+    until_interrupted(attempt)
