@@ -20,6 +20,7 @@ from torch import Tensor
 from baton.core import KVLayout, SequenceSpec
 from baton.engine.batch import Batch
 from baton.engine.kernels.base import ANY_ROWS
+from baton.engine.kernels.select import fused_draw
 from baton.engine.kv_cache import KVCache, exposed_memory
 from baton.engine.models.thinking import Thinker
 from baton.engine.sampling.noise import GOLDEN64, mix64, mix64_tensor, signed64
@@ -115,7 +116,7 @@ class OracleBackend:
     def expected(self, spec: SequenceSpec, n: int | None = None) -> list[int]:
         """Return the first `n` (None means all) output tokens after `spec.known`, from the tokens alone."""
         choice = OutputFactory(self.tokenizer, self.vocab_size, self.max_model_len).start(spec)
-        sampler, state, folded, done, produced = Sampler(), self._start, 0, 0, list[int]()
+        sampler, state, folded, done, produced = Sampler(fused_draw(self.device)), self._start, 0, 0, list[int]()
         while choice.finish is None and (n is None or len(produced) < n):
             states = self._chain(state, choice.tokens[done:])
             weights = self._weights[:, :, done : done + len(states)]

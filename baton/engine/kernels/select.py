@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from baton.engine.kernels.base import Kernels, Splits
 from baton.engine.kernels.cpu.compiler import Unavailable, chosen_level, load_library, state_folder
 from baton.engine.kernels.cpu.kernel_choice import load_profile, profile_path
 from baton.engine.kernels.cpu.ops import ELEMENTS, CompiledBlockCopy, CpuKernels
+from baton.engine.kernels.cpu.sampling import CompiledDraw
 from baton.engine.kernels.torch_reference import TorchKernels
 from baton.engine.sampling.fused import FusedDraw
 
@@ -49,11 +51,20 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, splits: Splits = "a
 
 def fused_draw(device: torch.device) -> FusedDraw | None:
     """Return the kernel that samples on a device, or None if torch must do it."""
+    if device.type == "cpu":
+        return _compiled_draw()
     if not _has_triton(device):
         return None
     from baton.engine.kernels.gpu.triton_sampling import draw  # triton is not installed for CPUs
 
     return draw
+
+
+def _compiled_draw() -> FusedDraw | None:
+    for element in ELEMENTS.values():  # each library has the same draw, and one of them is mostly loaded
+        with suppress(Unavailable):
+            return CompiledDraw(load_library(element), element)
+    return None
 
 
 def _has_triton(device: torch.device) -> bool:

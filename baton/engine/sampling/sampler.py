@@ -90,7 +90,7 @@ class _Plan:
         split = [[i for i in drawn if has_filter(rows[i].sampling, vocab) is asked] for asked in (False, True)]
         self.groups = [_Group(part, rows, logits) for part in split if part]
         self.with_logprobs = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None]
-        self.greedy = not (fused or self.groups or self.with_logprobs)
+        self.greedy = not (self.with_logprobs or any(row.sampling.temperature > 0 for row in rows))
 
     def adjust(self, logits: Tensor) -> Tensor:
         """Return the logits after penalties, bias, bans and constraints; the same tensor if no row has any."""

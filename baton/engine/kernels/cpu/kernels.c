@@ -5,3 +5,4 @@
 #include "elementwise.c"
 #include "blocks.c"
 #include "quantized.c"
+#include "sampling.c"
