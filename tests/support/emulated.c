@@ -8,7 +8,7 @@ typedef int64_t (*function)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t
                             int64_t, int64_t, int64_t);
 #define ENTRY(f) {#f, (void *)NAME(f)}
 static const struct { const char *name; void *run; } FUNCTIONS[] = {
-    ENTRY(linear), ENTRY(linear_scratch), ENTRY(gemm), ENTRY(gemm_scratch), ENTRY(norm), ENTRY(gate),
+    ENTRY(linear), ENTRY(linear_scratch), ENTRY(gemm), ENTRY(gemm_scratch), ENTRY(norm), ENTRY(gate), ENTRY(draw), ENTRY(draw_scratch),
     ENTRY(rotate_and_store), ENTRY(attention), ENTRY(attention_plan), ENTRY(attention_workspace), ENTRY(quantize),
     ENTRY(quantized), ENTRY(blocks), ENTRY(between),
 };

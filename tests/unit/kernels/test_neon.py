@@ -8,13 +8,15 @@ import torch
 from baton.engine.kernels.cpu import compiler, ops
 from baton.engine.kernels.cpu.kernel_choice import Choice, Profile
 from baton.engine.kernels.cpu.ops import ELEMENTS, CpuKernels
+from baton.engine.kernels.cpu.sampling import CompiledDraw
 from baton.engine.kernels.quantized import SCHEMES, Scheme, quantize
 from baton.engine.kernels.torch_attention import PagedAttention
 from baton.engine.kernels.torch_reference import TorchKernels
+from baton.engine.sampling.sampler import Sampler
 from tests.support.compiled_kernels import compiled_or_skip
 from tests.support.emulated import emulated_kernels
 from tests.support.paged_attention import paged
-from tests.unit.kernels import test_cpu_kernels, test_kv_levels, test_quantized
+from tests.unit.kernels import test_cpu_kernels, test_cpu_sampling, test_kv_levels, test_quantized
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.sample(4, of="kernels under an emulator")]
 
@@ -96,3 +98,10 @@ def test_quantised_products_are_exact_and_have_the_bits_of_other_levels(kernels,
     with patch.object(ops, "load_library", compiler.load_library):
         native = compiled_or_skip(lambda: CpuKernels(kernels.dtype, Profile()))
     assert torch.equal(found, native.quantized(weight, None, torch.clone)(x, torch.empty(9, 70)))
+
+
+def test_draws_are_those_of_torch(kernels):
+    own = Sampler(CompiledDraw(kernels.library, kernels.element))
+    for vocab, shape in ((7, "smooth"), (1025, "ties"), (1025, "sparse")):
+        test_cpu_sampling.test_all_kinds_of_rows_draw_torchs_tokens(own, vocab, shape)
+    test_cpu_sampling.test_logits_that_are_no_numbers_draw_nothing_and_change_no_other_row(own, "all")
