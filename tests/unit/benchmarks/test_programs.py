@@ -64,9 +64,15 @@ RUNS: dict[str, tuple[tuple[str, ...], int]] = {  # options, and how many ratios
     "kv_int8": (TINY, 5),
     "determinism": ((*TINY, "--requests", "16", "--answer", "8"), 3),
     "engine": (("--quick", *TINY, "--threads", "1", "--sizes", "L", "--points", "P512,B1@128", "--peers", "none"), 2),
+    "sampling": (("--quick", "--rounds", "1"), 8),
     "transfer": (("--quick", "--tiny", "--rounds", "2", "--sizes", "1,64", "--prompts", "512,2048"), 5),
 }
-FOLDERS = {"choose": (), "engine": ("--out", "--cache"), "transfer": ("--out", "--cache")}  # others have `--cache`
+FOLDERS = {
+    "choose": (),
+    "sampling": (),
+    "engine": ("--out", "--cache"),
+    "transfer": ("--out", "--cache"),
+}  # others have `--cache`
 
 
 @slow
@@ -74,6 +80,8 @@ FOLDERS = {"choose": (), "engine": ("--out", "--cache"), "transfer": ("--out", "
 @pytest.mark.parametrize("program", RUNS)
 def test_a_program_measures_what_it_says(program: str, tmp_path: Path) -> None:
     options, least = RUNS[program]
+    if program == "sampling":
+        compiled_or_skip(lambda: load_library("bf16"))
     folders = [part for name in FOLDERS.get(program, ("--cache",)) for part in (name, str(tmp_path / name[2:]))]
     text, last = run(program, *options, *folders)
     assert len(measured(last["ratios"])) >= least, last["ratios"]
