@@ -93,6 +93,11 @@ class Role(enum.StrEnum):
     DECODE = "decode"
 
 
+def first_line(text: str) -> str:
+    """Return the first line. `baton logs` shows the rest, such as the last output of a process."""
+    return text.partition("\n")[0].removesuffix(":")
+
+
 def sizes_text(prefill: int, decode: int) -> str:
     """Return the pool sizes as text. Without a prefill pool the mode is colocated."""
     return f"{prefill} prefill, {decode} decode" if prefill else f"{decode} colocated (role decode)"

@@ -8,6 +8,7 @@ Nothing here waits, or keeps a reference to a request.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -175,6 +176,7 @@ def _quantiles(parts: Iterable[Counter[int]]) -> admin_pb2.Quantiles:
 
 
 Worker = tuple[str, Incarnation]
+_FIELD = re.compile(r"[a-z][a-z_0-9.\[\]]{0,63}")
 _OURS = (errors.Overloaded, errors.NoWorker, errors.WorkerLost, errors.DeadlineExceeded)  # no client text in them
 
 
@@ -202,8 +204,8 @@ class ActivityRecorder:
         self.recent.count("ended")
         if outcome in {"failed", "refused"}:
             self.recent.count(outcome)
-            group = type(error).__name__ if outcome == "refused" else ""  # the texts differ by their wait time
-            self.happenings.add(outcome, _shown(error), name, group=group)
+            differs = outcome == "refused" and isinstance(error, _OURS)  # the texts differ by their wait time
+            self.happenings.add(outcome, _shown(error), name, group=type(error).__name__ if differs else "")
         elif outcome == "finished":
             self.recent.finished(age_s)
         if met_slo is not None:
@@ -224,5 +226,9 @@ class ActivityRecorder:
 
 
 def _shown(error: BatonError | None) -> str:
-    """Return the error's name, with its text if that cannot contain parts of a request."""
-    return f"{type(error).__name__}: {error}" if isinstance(error, _OURS) else type(error).__name__
+    """Return the error's name, with its text if that cannot contain parts of a request, or the names of its fields."""
+    name = type(error).__name__
+    if isinstance(error, errors.InvalidRequest):
+        fields = sorted({each.field for each in error.violations if _FIELD.fullmatch(each.field)})
+        return f"{name}: {', '.join(fields)}" if fields else name
+    return f"{name}: {error}" if isinstance(error, _OURS) else name

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Annotated
 
 import typer
 
+from baton import __version__
 from baton.cli.cluster.operate import drain, restart, scale
 from baton.cli.cluster.up import (
     controller,
@@ -19,6 +21,7 @@ from baton.cli.cluster.up import (
     serve,
     up,
 )
+from baton.cli.examples import PANELS, epilog, panel
 from baton.cli.inspect.logs import logs
 from baton.cli.inspect.status import status, top
 from baton.cli.inspect.trace import trace
@@ -34,28 +37,38 @@ from baton.cli.sizing.commands import plan, profile
 app = typer.Typer(
     name="baton",
     help="Baton: a disaggregated LLM server. Prefill and decode on separate workers, the KV cache handed over.",
+    epilog="Begin with `baton demo`, or serve a model: `baton serve Qwen/Qwen3-0.6B`.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
-COMMANDS: list[Callable[..., None]] = [controller, up, pull, down, status, scale, drain, restart, logs, top, trace]
-COMMANDS += [
-    generate,
-    chat,
-    certs,
-    demo,
-    doctor,
-    prefill_worker,
-    decode_worker,
-    router,
-    gateway,
-    profile,
-    plan,
-    quantize,
-]
-# `serve` answers options of `vllm serve` by itself.
-app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(serve)
-for command in COMMANDS:  # in the order in which `--help` lists them
-    app.command()(command)
-app.add_typer(config_app, name="config")
-app.add_typer(bench_app, name="bench")
+_FUNCTIONS: tuple[Callable[..., None], ...] = (
+    *(serve, up, down, demo, pull, generate, chat, status, top, logs, trace, scale, drain, restart),
+    *(doctor, certs, plan, profile, quantize, router, prefill_worker, decode_worker, gateway, controller),
+)
+COMMANDS = {function.__name__.replace("_", "-"): function for function in _FUNCTIONS}
+GROUPS = {"config": config_app, "bench": bench_app}
+ANY = {"ignore_unknown_options": True, "allow_extra_args": True}
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"baton {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options of `baton` itself, which `_version` handles."""
+
+
+for command in (name for names in PANELS.values() for name in names):  # in the order in which `--help` lists them
+    group, examples = panel(command), epilog(command)
+    if command in GROUPS:
+        app.add_typer(GROUPS[command], name=command, rich_help_panel=group, epilog=examples)
+        continue
+    settings = ANY if command == "serve" else None  # it answers options of `vllm serve` by itself
+    app.command(command, context_settings=settings, rich_help_panel=group, epilog=examples)(COMMANDS[command])

@@ -164,6 +164,7 @@ class Supervisor:
             state = self._state()
             self._folder.write_state(state)
             self._recorded = state
+            stop.serving.set()
             ready(state)
             self._watch(stop)
 

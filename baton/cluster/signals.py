@@ -11,14 +11,18 @@ from dataclasses import dataclass, field
 from baton.errors import Cancelled
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FINISHING = b"stopping; running requests may finish, a second signal does not wait for them\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Two stop events: `drain` lets running requests finish, `now` does not wait for them."""
+    """Two stop events: `drain` lets running requests finish, `now` does not wait for them. `serving` is set by the
+    cluster when there may be requests.
+    """
 
     drain: threading.Event = field(default_factory=threading.Event)
     now: threading.Event = field(default_factory=threading.Event)
+    serving: threading.Event = field(default_factory=threading.Event)
 
     def check(self) -> None:
         """Raise Cancelled after a stop signal. Called by work that is not finished yet."""
@@ -36,7 +40,7 @@ def stop_on_signals() -> Stop:
             return
         stop.drain.set()
         with contextlib.suppress(OSError):  # the terminal may be gone; `print` is unsafe in a signal handler
-            os.write(2, b"stopping; running requests may finish, a second signal does not wait for them\n")
+            os.write(2, FINISHING if stop.serving.is_set() else b"stopping\n")
 
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # ignored signals stay ignored (nohup)

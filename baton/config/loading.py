@@ -21,6 +21,7 @@ from baton.errors import ConfigError
 
 ENV_PREFIX = "BATON__"
 Tree = dict[str, Any]
+_SHOULD = "input should be "
 _KEYED = re.compile(rf"^( *(?:baton: ConfigError: )?)(?:{ENV_PREFIX}\w+: )?(([a-z_.]+): .*)$", re.MULTILINE)
 
 # PyYAML raises these besides YAMLError if a value does not fit its tag or kind: a 99th month, a list as a key.
@@ -107,13 +108,15 @@ def _overlay(tree: Tree, sets: Sequence[str], env: Mapping[str, str]) -> dict[st
 
 def _located(line: str, file: Path, lines: Mapping[str, int], origins: Mapping[str, str]) -> str:
     """Put where it was written in front of an error that begins with a key, or with an origin already."""
-    key = line.partition(": ")[0]
+    key = line.partition(": ")[0].partition(" (")[0]  # a listener's address may follow its key
     parents = [key[: len(key) - len(tail)] for tail in _tails(key)]
     parents += [path for path in origins if path.startswith(f"{key}.") and key not in lines]
     if (origin := next((origins[parent] for parent in parents if parent in origins), None)) is not None:
         return f"{origin}: {line}"
     if line.startswith(("--set ", ENV_PREFIX)):
         return line
+    if (other := next((path for path in origins if "." in path and f" {path}" in line), None)) is not None:
+        return f"{origins[other]}: {line}"  # a limit that depends on two keys
     return f"{file}: line {lines[key]}: {line}" if key in lines else f"{file}: {line}"
 
 
@@ -224,17 +227,30 @@ def _resolved(path: str, file: Path) -> str:
 
 
 def _validated(tree: Tree) -> ClusterConfig:
-    problems: list[tuple[str, str]] = []
+    problems: dict[str, list[str]] = {}
     transfer = tree.get("transfer")
     if isinstance(transfer, dict) and transfer.get("transport") == "memory":  # for tests of one process
-        problems.append(("transfer.transport", '"memory" is not implemented in this version; leave it out'))
+        problems["transfer.transport"] = ['"memory" is not implemented in this version; leave it out']
     try:
         config = ClusterConfig.model_validate(tree)
     except ValidationError as error:
-        problems += [_problem(dict(detail)) for detail in error.errors()]
+        for detail in error.errors():
+            key, text = _problem(dict(detail))
+            problems.setdefault(key, []).append(text)
     if not problems:
         return config
-    raise ConfigError("\n".join(f"{key + ': ' if key else ''}{text}" for key, text in problems))
+    raise ConfigError(
+        "\n".join(f"{key + ': ' if key else ''}{_alternatives(texts)}" for key, texts in problems.items())
+    )
+
+
+def _alternatives(texts: list[str]) -> str:
+    """Join the messages about one value that fits none of several types: each ends with the value."""
+    first, shown, value = texts[0].partition(", got ")
+    others = [text.partition(", got ")[0].removeprefix(_SHOULD) for text in texts[1:]]
+    if not all(text.startswith(_SHOULD) for text in texts):
+        return "\n".join(texts)
+    return " or ".join([first.partition(", unable to parse")[0], *others]) + shown + value
 
 
 def _problem(detail: Mapping[str, Any]) -> tuple[str, str]:

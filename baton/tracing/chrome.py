@@ -7,7 +7,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
-from baton.tracing.trace import ROLES, Span, lanes, processes
+from baton.tracing.trace import ROLES, Span, lanes, processes, typed
 
 Event = dict[str, Any]
 _LANES = 100  # lane numbers per choice and attempt
@@ -56,7 +56,7 @@ def _named(what: str, pid: int, tid: int, value: object, key: str = "name") -> E
 
 
 def _complete(span: Span, pid: int, tid: int, began: float) -> Event:
-    args = {**span.attributes, "attempt": span.attempt, "choice": span.choice}
+    args = {**typed(span.attributes), "attempt": span.attempt, "choice": span.choice}
     times = {"ts": round((span.start_s - began) * 1e6, 3), "dur": round(span.duration_s * 1e6, 3)}
     return {"name": span.name, "cat": span.role, "ph": "X", **times, "pid": pid, "tid": tid, "args": args}
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 TRACEPARENT = "traceparent"
+_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?")
 _FORM = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 
 
@@ -62,6 +64,11 @@ class Span:
     @property
     def end_s(self) -> float:
         return self.start_s + self.duration_s
+
+
+def typed(attributes: Mapping[str, str]) -> dict[str, object]:
+    """Return attributes for JSON: those that are numbers as numbers, because the wire has text only."""
+    return {name: json.loads(text) if _NUMBER.fullmatch(text) else text for name, text in attributes.items()}
 
 
 def processes(spans: Iterable[Span]) -> list[tuple[str, str]]:

@@ -115,7 +115,7 @@ def test_one_row_for_each_process_and_an_arrow_for_the_kv():
     assert sum(event["dur"] for event in stages) == pytest.approx(67_000)
     (push,) = (event for event in complete(trace) if event["name"] == "push")
     assert (push["ts"], push["dur"]) == (pytest.approx(6000, abs=1), 10_000)
-    assert push["args"] == {"kv_bytes": "100", "attempt": 1, "choice": 0}
+    assert push["args"] == {"kv_bytes": 100, "attempt": 1, "choice": 0}
     begin, end = (event for event in trace["traceEvents"] if event["ph"] in {"s", "f"})
     assert (begin["ph"], begin["pid"], begin["tid"]) == ("s", 2, push["tid"])
     assert (end["ph"], end["pid"], end["bp"]) == ("f", 3, "e")

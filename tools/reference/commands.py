@@ -21,7 +21,12 @@ def page() -> Page:
 def _sections() -> Iterator[str]:
     # typer carries a click of its own, which has no types
     for path, command in _leaves(typer.main.get_command(app), "baton"):
-        yield f"### `{path}`\n{_text(command.help)}\n\n{_parameters(command)}"
+        yield f"### `{path}`\n{_text(command.help)}\n\n{_examples(command)}{_parameters(command)}"
+
+
+def _examples(command: Any) -> str:
+    lines = [line.strip() for line in (command.epilog or "").split("\n\n")[1:]]
+    return "\n".join(["```", *lines, "```", ""]) if lines else ""
 
 
 def _leaves(command: Any, path: str) -> Iterator[tuple[str, Any]]:

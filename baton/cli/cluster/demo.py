@@ -13,13 +13,15 @@ from pathlib import Path
 
 import typer
 
-from baton.cli.cluster.launch import run_cluster
+from baton.cli.cluster.launch import host_gpus, prepared, run_cluster
+from baton.cli.cluster.phases import shown_phases
+from baton.cli.cluster.ports import check_ports
 from baton.cli.options import or_shipped
 from baton.cli.requests.generate import latency, placed
 from baton.cli.target import Credentials
 from baton.client import Client
 from baton.cluster.signals import Stop
-from baton.cluster.state_dir import ClusterState
+from baton.cluster.state_dir import ClusterState, StateFolder
 from baton.config import load_config, located
 from baton.core import sizes_text
 from baton.engine.kernels.cpu.compiler import cpu_level
@@ -51,6 +53,7 @@ def run_demo(file: Path, sets: Sequence[str], stop: Stop, *, stay: bool) -> None
     typer.echo(f"starting {parts}, workers: {sizes}, with {config.model.path} ...", err=True)
 
     def ready(state: ClusterState) -> None:
+        shown()
         typer.echo(f"ready after {time.monotonic() - started:.1f} s\n")
         asking.append(asker.submit(_ask, state, credentials, stop, stay=stay))
 
@@ -59,7 +62,11 @@ def run_demo(file: Path, sets: Sequence[str], stop: Stop, *, stay: bool) -> None
         ThreadPoolExecutor(1) as asker,
         tempfile.TemporaryDirectory(prefix="baton-demo-") as home,
     ):
-        run_cluster(config, stop, ready, Path(home))
+        check_ports(config)
+        config = prepared(config, host_gpus(config), stop)  # its output must not meet the phases
+        workers = config.prefill.replicas + config.decode.replicas
+        with shown_phases(StateFolder(config.name, Path(home)).logs, workers) as shown:
+            run_cluster(config, stop, ready, Path(home))
     for answered in asking:
         answered.result()
 

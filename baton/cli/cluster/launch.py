@@ -18,7 +18,9 @@ import typer
 from baton.cli.cluster.dtype import with_dtype
 from baton.cli.cluster.model_check import check_model
 from baton.cli.cluster.phases import shown_phases
+from baton.cli.cluster.ports import check_ports
 from baton.cli.cluster.serve import role_factories
+from baton.cli.cluster.size_check import check_sizes
 from baton.cli.exit_codes import exit_code
 from baton.cli.target import TOKEN_VARIABLE, check_tokens, find_cluster
 from baton.cluster.backend_process import (
@@ -39,13 +41,13 @@ from baton.cluster.gpus import ON_THIS_HOST, GpuAssignment, check_gpus, gpu_pool
 from baton.cluster.interfaces import Control
 from baton.cluster.launcher import Supervisor
 from baton.cluster.signals import Stop
-from baton.cluster.state_dir import ClusterState, StateFolder, writing
+from baton.cluster.state_dir import ClusterState, StateFolder, running_clusters, writing
 from baton.config import ClusterConfig, load_config, located, with_places
 from baton.config.loading import ENV_PREFIX
 from baton.config.values import HUB_PREFIX
 from baton.core import Role, sizes_text
 from baton.engine.kernels.cpu.compiler import cpu_level
-from baton.errors import BatonError, CheckpointError, ConfigError
+from baton.errors import BatonError, Cancelled, CheckpointError, ConfigError
 from baton.logs import configure_logging
 from baton.model_hub import hub_files, model_folder, other_form, pinned
 from baton.network import raise_open_files
@@ -121,6 +123,7 @@ def _up(
     gpus = host_gpus(config)
     check_gpus(config, gpus)  # before the model is downloaded
     check_model(config, gpus)
+    check_ports(config)
     if detach:
         _detach(config, gpus, file, sets, stop, announce)
         return
@@ -147,6 +150,7 @@ def prepared(config: ClusterConfig, gpus: Sequence[str], stop: Stop) -> ClusterC
     """
     config = fetched(config, stop)
     check_model(config, gpus)
+    check_sizes(config, set(gpu_pools(config, len(gpus))))
     return with_dtype(config, gpus, lambda argv: _output(argv, stop)[1])
 
 
@@ -240,6 +244,8 @@ def _detach(
     except BatonError as error:
         child.terminate()
         child.wait(DOWN_S)
+        if isinstance(error, Cancelled):
+            raise  # the child's output would repeat it
         printed = with_places(_printed(output), file, sets, os.environ)
         typer.echo(printed or f"baton: {type(error).__name__}: {error}", err=True)
         raise typer.Exit(exit_code(error)) from None
@@ -276,7 +282,13 @@ def _is_config_key(item: str) -> bool:
 
 
 def down(name: str | None) -> None:
-    """Stop a cluster, even one that is still starting, and return when none of its processes is left."""
+    """Stop a cluster, even one that is still starting, and return when none of its processes is left. A cluster that
+    does not run is down. Raises NoWorker if several run and none is named.
+    """
+    running = [state.name for state in running_clusters(strict=True)]
+    if name not in {None, *running} or not running:
+        typer.echo(f"cluster {name!r} is not running" if name else "no cluster is running")
+        return
     state = find_cluster(name, starting=True)
     supervisor = state.supervisor.process()
     left = [supervisor] if supervisor else []

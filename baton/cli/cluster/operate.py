@@ -22,7 +22,7 @@ Wait = Annotated[float, typer.Option("--wait", min=0, help="seconds to wait for 
 
 
 def scale(
-    sizes: Annotated[list[str], typer.Argument(help="such as prefill=2 decode=3")],
+    sizes: Annotated[list[str], typer.Argument(metavar="POOL=N", help="such as prefill=2 decode=3")],
     wait: Wait = 0.0,
     name: ClusterName = None,
     target: AdminTarget = None,
@@ -40,7 +40,7 @@ def scale(
 
 
 def drain(
-    worker: Annotated[str, typer.Argument(help="the worker's name in `baton status`")] = "",
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="the worker's name in `baton status`")] = "",
     here: Here = False,
     config: Annotated[
         Path | None, typer.Option("--config", "-c", help="with --here: the cluster file, for its redis.url")

@@ -26,11 +26,17 @@ Upstream = Annotated[
 ]
 Log = Annotated[Path | None, typer.Option("--log", help="append the output to this file")]
 Bound = Annotated[bool, typer.Option("--bound", hidden=True, help="the created controller ends with this process")]
+Other = Annotated[str | None, typer.Option("--model", hidden=True)]  # of other servers, for its message
+Model = Annotated[str | None, typer.Argument(metavar="MODEL", help="a folder or Hub name (default: the demo model)")]
 GRACE_S = 5.0  # for the workers of `baton controller --stop`
 
 
-def up(config: ConfigFile = LOCAL, sets: Sets = None, detach: Detach = False, as_json: Json = False) -> None:
+def up(
+    config: ConfigFile = LOCAL, sets: Sets = None, detach: Detach = False, as_json: Json = False, model: Other = None
+) -> None:
     """Start the cluster of a file. One Ctrl-C drains it, two stop it."""
+    if model is not None:
+        raise typer.BadParameter(f"a file sets the model; add --set model.path={model}, or run: baton serve {model}")
     from baton.cluster.signals import stop_on_signals
 
     stop = stop_on_signals()  # before the slow imports, so that signals count during them
@@ -42,19 +48,19 @@ def up(config: ConfigFile = LOCAL, sets: Sets = None, detach: Detach = False, as
 
 def serve(  # noqa: PLR0913, PLR0917  (the options of a command line)
     context: typer.Context,
-    model: Annotated[str | None, typer.Argument(help="a folder or a Hub name (default: the demo model)")] = None,
+    model: Model = None,
     prefill: Annotated[int | None, typer.Option("--prefill", help="prefill workers (default: 1)")] = None,
     decode: Annotated[int | None, typer.Option("--decode", help="decode workers (default: 1)")] = None,
-    host: Annotated[str | None, typer.Option("--host", help="of HTTP (default: 127.0.0.1)")] = None,
-    port: Annotated[int | None, typer.Option("--port", min=0, max=65535, help="of HTTP (default: 8000)")] = None,
+    host: Annotated[str | None, typer.Option("--host", help="address of the HTTP API (default: 127.0.0.1)")] = None,
+    port: Annotated[int | None, typer.Option("--port", min=0, max=65535, help="its port (default: 8000)")] = None,
     api_key: Annotated[
-        str | None, typer.Option("--api-key", envvar="BATON_API_KEY", help="that requests must have; kept as a hash")
+        str | None, typer.Option("--api-key", envvar="BATON_API_KEY", help="for all requests; stored as a hash")
     ] = None,
-    max_model_len: Annotated[str | None, typer.Option("--max-model-len", help="tokens, or auto")] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="auto, float32 or bfloat16")] = None,
-    quantize: Annotated[str | None, typer.Option("--quantize", help="int8 or int4, on CPUs")] = None,
-    device: Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or cuda:N")] = None,
-    served_name: Annotated[str | None, typer.Option("--served-model-name", help="for clients")] = None,
+    max_model_len: Annotated[str | None, typer.Option("--max-model-len", help="prompt and answer, or auto")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="of weights: auto, float32 or bfloat16")] = None,
+    quantize: Annotated[str | None, typer.Option("--quantize", help="weights on CPUs in int8 or int4")] = None,
+    device: Annotated[str | None, typer.Option("--device", help="of workers: auto, cpu, cuda or cuda:N")] = None,
+    served_name: Annotated[str | None, typer.Option("--served-model-name", help="model name for clients")] = None,
     name: Annotated[str | None, typer.Option("--name", help="the cluster's name (default: serve)")] = None,
     config: Annotated[Path | None, typer.Option("--config", "-c", help="a cluster file under these options")] = None,
     sets: Sets = None,
@@ -83,7 +89,7 @@ def serve(  # noqa: PLR0913, PLR0917  (the options of a command line)
     start(options, stop, detach=detach)
 
 
-def pull(model: str) -> None:
+def pull(model: Annotated[str, typer.Argument(metavar="MODEL", help="hf:org/name or hf:org/name@revision")]) -> None:
     """Download a model, such as hf:Qwen/Qwen3-0.6B, to the local cache, and print its folder."""
     from baton.cli.cluster import launch
 

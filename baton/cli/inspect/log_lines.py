@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from baton.cluster.state_dir import StateFolder, baton_home, running_clusters
-from baton.errors import NoWorker
+from baton.errors import InvalidRequest, NoWorker
 from baton.logs import HARMLESS, LEVELS
 
 CHUNK_BYTES = 2**18
@@ -257,13 +257,21 @@ def print_logs(name: str | None, wanted: LogFilter, lines: int | None, *, follow
     _look(folder, files)
     if wanted.request:
         _learn_names(files.values(), wanted)
-    for line in merged([file.last(wanted.takes, wanted.since, most) for file in files.values()], most):
+    found = merged([file.last(wanted.takes, wanted.since, most) for file in files.values()], most)
+    if wanted.request and not follow and not any(_names(file, wanted.request) for file in files.values()):
+        raise InvalidRequest.of("--request", f"no line of the logs in {folder} is about {wanted.request!r}")
+    for line in found:
         show(line)
     while follow:
         time.sleep(FOLLOW_S)
         _look(folder, files)
         for line in merged([[line for line in file.more() if wanted.takes(line)] for file in files.values()]):
             show(line)
+
+
+def _names(file: LogFile, request: str) -> bool:
+    every = LogFilter(request)
+    return any(every.takes(line) for line in file.lines_with(request))
 
 
 def merged(parts: Iterable[Sequence[Line]], most: int | None = None) -> list[Line]:

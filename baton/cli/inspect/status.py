@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from baton.cli.options import AdminTarget, ClusterName, Json, Tls
-from baton.core import sizes_text
+from baton.core import first_line, sizes_text
 from baton.errors import BatonError, NoWorker
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 COLUMNS = ["worker", "role", "state", "address", "metrics", "pid", "computes with", "running", "waiting", "prefill tok"]
 COLUMNS += ["decode steps", "KV moved", "blocks", "channels"]
+LEAST_NEEDED = ("channels", "metrics", "address", "computes with", "pid", "KV moved", "decode steps", "prefill tok")
 SILENT_S = 5.0
 TIMEOUT_S = 5.0  # of each router
 LATEST = 5  # decisions shown
@@ -124,12 +126,12 @@ def control(report: Control) -> Iterator[str]:
         yield f"the controller on {report.host or '?'} has sent no report for {report.age_s:.0f} s"
     for slot in report.slots:
         if slot.state != "ready" or slot.generation != plan.generation:
-            note = f": {slot.note}" if slot.note else ""
+            note = f": {first_line(slot.note)}" if slot.note else ""
             yield f"{slot.worker_id}: {slot.state}, generation {slot.generation} of {plan.generation}{note}"
     if report.outlook:
         yield f"autoscaler: {report.outlook}"
     for decision in report.decisions[-LATEST:]:
-        yield f"{report.age_s + decision.age_s:6.0f} s ago  {decision.kind:8}  {decision.text}"
+        yield f"{report.age_s + decision.age_s:6.0f} s ago  {decision.kind:8}  {first_line(decision.text)}"
 
 
 def _requests(cluster: ClusterStatus) -> None:
@@ -142,15 +144,32 @@ def _requests(cluster: ClusterStatus) -> None:
 
 
 def _workers(cluster: ClusterStatus) -> None:
-    table = Table(*COLUMNS, box=None, pad_edge=False)
-    for worker in cluster.workers:
-        table.add_row(*_row(worker))
     for worker in cluster.workers:
         if worker.note:
-            typer.echo(f"{worker.info.ref.worker_id}: {worker.note}")
+            typer.echo(f"{worker.info.ref.worker_id}: {first_line(worker.note)}")
     for line in (*transports(cluster), *determinism(cluster)):
         typer.echo(line)
-    Console(width=None if sys.stdout.isatty() else 240).print(table)
+    rows = [dict(zip(COLUMNS, _row(worker), strict=True)) for worker in cluster.workers]
+    console = Console(width=None if sys.stdout.isatty() else 240)
+    table, hidden = fitting(rows, console)
+    console.print(table)
+    if hidden:
+        console.print(f"{hidden} more columns in a wider terminal, or with --json", style="dim", highlight=False)
+
+
+def fitting(rows: Sequence[dict[str, str]], console: Console) -> tuple[Table, int]:
+    """Return the table with as many columns as the console has room for, and the number of hidden ones. Incarnations
+    of workers are hidden first.
+    """
+    short = [{**row, "worker": row["worker"].partition("@")[0]} for row in rows]
+    for hidden in range(-1, len(LEAST_NEEDED) + 1):
+        names = [name for name in COLUMNS if name not in LEAST_NEEDED[: max(0, hidden)]]
+        table = Table(*names, box=None, pad_edge=False)
+        for row in rows if hidden < 0 else short:
+            table.add_row(*(row[name] for name in names))
+        if Measurement.get(console, console.options.update(max_width=1000), table).maximum <= console.width:
+            break
+    return table, max(0, hidden)
 
 
 def transports(cluster: ClusterStatus) -> Iterator[str]:

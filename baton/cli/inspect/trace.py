@@ -16,7 +16,7 @@ from rich.text import Text
 from baton.cli.options import AdminTarget, ClusterName, Json, Tls
 from baton.errors import BatonError, ConfigError, InvalidRequest, UnknownModel
 from baton.tracing.chrome import chrome_trace
-from baton.tracing.trace import Span, processes
+from baton.tracing.trace import Span, processes, typed
 
 COLOURS = {"router": "cyan", "prefill": "yellow", "decode": "green"}
 LEAST, MOST = 16, 60  # limits of the bars' width in characters
@@ -36,7 +36,9 @@ class FoundTrace:
 
 
 def trace(
-    request: Annotated[str, typer.Argument(help="a request id (default: the request that ended last)")] = "",
+    request: Annotated[
+        str, typer.Argument(metavar="REQUEST", help="a request id (default: the request that ended last)")
+    ] = "",
     out: Annotated[Path | None, typer.Option(help="write a file for ui.perfetto.dev")] = None,
     name: ClusterName = None,
     target: AdminTarget = None,
@@ -48,7 +50,7 @@ def trace(
     if out is not None:
         write(out, found.spans, found.request_id, found.trace_id)
     if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(found)))
+        typer.echo(json.dumps({**dataclasses.asdict(found), "spans": plain(found.spans)}))
     else:
         show(found)
 
@@ -75,6 +77,11 @@ def find(request: str, name: str | None, target: str | None, tls: Path | None) -
     if not found:
         raise next((one for one in failures if not isinstance(one, InvalidRequest)), failures[0])
     return max(found, key=lambda one: one.spans[0].start_s if one.spans else 0.0)
+
+
+def plain(spans: Sequence[Span]) -> list[dict[str, object]]:
+    """Return spans for JSON."""
+    return [dataclasses.asdict(span) | {"attributes": typed(span.attributes)} for span in spans]
 
 
 def write(out: Path, spans: Sequence[Span], request_id: str, trace_id: str) -> None:

@@ -33,6 +33,8 @@ GapPercentile = Annotated[
     float, typer.Option(min=0, max=100, help="apply --gap-ms to this percentile of a request's ITLs")
 ]
 Http = Annotated[str | None, typer.Option(metavar="URL", help="use OpenAI's HTTP API at this URL instead of gRPC")]
+First = Annotated[Path, typer.Argument(metavar="A", help="a report")]
+Second = Annotated[Path, typer.Argument(metavar="B", help="a report")]
 Plot = Annotated[Path | None, typer.Option(help="draw the samples into a .png, .svg or .pdf (needs matplotlib)")]
 
 bench_app = typer.Typer(invoke_without_command=True)
@@ -92,7 +94,7 @@ def bench(  # noqa: PLR0913, PLR0917 (each is an option of the command)
 
 
 @bench_app.command("compare")
-def compare(first: Path, second: Path, as_json: Json = False) -> None:
+def compare(first: First, second: Second, as_json: Json = False) -> None:
     """Compare two reports of --json or --out, and list different options. The exit code is 2 if a file is no report."""
     from baton.bench.compare import print_comparison
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from baton.cli import options
+from baton.cli.inspect.trace import plain as plain_spans
 from baton.cli.inspect.trace import write
 from baton.errors import EngineFault, InvalidRequest
 
@@ -21,22 +22,31 @@ if TYPE_CHECKING:
 SHOWN = ("timings", "tokens", "thoughts")
 STAGES = ("queue", "route", "reserve", "prefill", "transfer", "commit", "decode", "verify")
 THINK = "--think-while-decoding/--no-think-while-decoding"
-Think = Annotated[bool | None, typer.Option(THINK, help="for a model that thinks (default: the cluster file's)")]
+Think = Annotated[
+    bool | None,
+    typer.Option(
+        THINK, help="whether a model with thoughts has them while it decodes (default: as in the cluster file)"
+    ),
+]
 
 
 def generate(  # noqa: PLR0913, PLR0917 (each is an option of the command)
-    prompt: Annotated[str, typer.Argument(help="the prompt; - reads it from standard input")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="the prompt; - reads it from standard input")],
     max_tokens: options.MaxTokens = 64,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
     top_k: options.TopK = 0,
     seed: options.Seed = None,
-    n: Annotated[int, typer.Option("--n", help="number of answers, shown when all are complete")] = 1,
+    n: Annotated[int, typer.Option("--n", help="number of answers to the prompt, printed when all are complete")] = 1,
     stop: Annotated[list[str] | None, typer.Option(help="end the answer before this text; may be repeated")] = None,
-    deterministic: Annotated[bool, typer.Option("--deterministic", help="the same bits under any load")] = False,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="the same answer, bit for bit, under any load")
+    ] = False,
     think_while_decoding: Think = None,
     model: options.ModelName = "",
-    show: Annotated[str, typer.Option(help="what to show: timings,tokens,thoughts")] = "",
+    show: Annotated[
+        str, typer.Option(help="facts to print after the answer, separated by commas: timings, tokens, thoughts")
+    ] = "",
     trace: Annotated[Path | None, typer.Option(help="write the request's trace to this file, for Perfetto")] = None,
     timeout: options.Timeout = 120.0,
     name: options.ClusterName = None,
@@ -87,11 +97,20 @@ def stream_answer(
     if trace is not None:
         write(trace, completion.trace, completion.request_id, completion.trace_id)
     if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(completion)))
+        typer.echo(json.dumps(plain(completion)))
         return
     numbered = (f"--- {number}\n{choice.text}" for number, choice in enumerate(completion.choices))
     typer.echo("" if streamed else "\n".join(numbered))
     describe(completion, shown)
+
+
+def plain(completion: Completion) -> dict[str, object]:
+    """Return an answer for JSON. `matched_stop` is a token id, a text, or null."""
+    tree = dataclasses.asdict(completion)
+    for choice in tree["choices"]:
+        matched, by_token = choice["matched_stop"] or None, choice["finish_reason"] in {"eos", "stop_token"}
+        choice["matched_stop"] = int(matched) if matched and by_token else matched
+    return tree | {"trace": plain_spans(completion.trace)}
 
 
 def print_thoughts(delta: Delta, before: str) -> None:

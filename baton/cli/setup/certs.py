@@ -22,10 +22,11 @@ _HOST = re.compile(r"(\*\.)?[A-Za-z0-9]([A-Za-z0-9-]{0,62})(\.[A-Za-z0-9]([A-Za-
 _KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 
 Hosts = Annotated[list[str] | None, typer.Option(help="name or address of a host; may be repeated")]
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="where the files are written")]
 Days = Annotated[int, typer.Option(min=1, help="validity of the certificate in days")]
 
 
-def certs(folder: Path, host: Hosts = None, days: Days = 365) -> None:
+def certs(folder: Folder, host: Hosts = None, days: Days = 365) -> None:
     """Make a CA and a cluster certificate for `security.tls`. A second run makes a new certificate of the same CA."""
     from baton.config.schema import TlsConfig
     from baton.config.tls_check import check_tls

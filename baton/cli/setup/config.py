@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,11 +15,12 @@ from baton.core import sizes_text
 if TYPE_CHECKING:
     from baton.config import ClusterConfig
 
+File = Annotated[Path, typer.Argument(metavar="FILE", help="the cluster file")]
 config_app = typer.Typer(help="Check, show and describe the cluster file.", no_args_is_help=True)
 
 
 @config_app.command()
-def validate(file: Path, sets: Sets = None) -> None:
+def validate(file: File, sets: Sets = None) -> None:
     """Check a cluster file and print each mistake with its line and key."""
     from baton.cli.target import check_tokens
     from baton.config import load_config, located
@@ -32,7 +33,7 @@ def validate(file: Path, sets: Sets = None) -> None:
 
 
 @config_app.command()
-def show(file: Path, sets: Sets = None, as_json: Json = False) -> None:
+def show(file: File, sets: Sets = None, as_json: Json = False) -> None:
     """Print the effective config with its defaults. Secrets are hidden."""
     import yaml
 

@@ -234,25 +234,14 @@ def _resolved(key: str, host: str, wrong: str, remedy: str) -> Finding:
 
 
 def _ports(config: ClusterConfig) -> Iterator[Finding]:
-    from baton.config.values import split_address
+    from baton.cli.cluster.ports import listeners, port_problem
 
-    listeners = {"router.grpc": config.router.grpc, "router.metrics": config.router.metrics}
-    listeners |= {"router.http": config.router.http} if config.router.http else {}
-    for key, address in listeners.items():
-        host, port = split_address(address)
-        if port != 0:
-            yield _port(key, address, host, port)
-
-
-def _port(key: str, address: str, host: str, port: int) -> Finding:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            remedy = f"end what uses it, or --set {key}={host}:0 for any free port"
-            return Finding(key, BAD, f"{address}: {error.strerror}", remedy)
-    return Finding(key, OK, f"{address} is free")
+    for key, address in listeners(config).items():
+        host, _, port = address.rpartition(":")
+        if problem := port_problem(address):
+            yield Finding(key, BAD, problem, f"end what uses it, or --set {key}={host}:0 for any free port")
+        elif port != "0":
+            yield Finding(key, OK, f"{address} is free")
 
 
 def _shared_memory(*, with_gpus: bool) -> Finding:
@@ -270,7 +259,7 @@ def _shared_memory(*, with_gpus: bool) -> Finding:
 def _kernels() -> Finding:
     import torch
 
-    from baton.engine.kernels.cpu.compiler import LEVEL_VARIABLE, PACKAGED, Unavailable, cpu_level
+    from baton.engine.kernels.cpu.compiler import LEVEL_VARIABLE, PACKAGED, Unavailable, chosen_level, cpu_level
     from baton.engine.kernels.cpu.kernel_choice import Profile
     from baton.engine.kernels.cpu.ops import ELEMENTS, CpuKernels
 
@@ -279,7 +268,11 @@ def _kernels() -> Finding:
     except ConfigError as wrong:
         return Finding("cpu kernels", BAD, str(wrong), f"unset {LEVEL_VARIABLE}")
     except Unavailable as why:
-        remedy = "gcc, and AVX2 or NEON with dot product" if cpu_level() == "native" else f"unset {LEVEL_VARIABLE}"
+        remedy = "install gcc 11 or newer" if cpu_level() == "native" else f"unset {LEVEL_VARIABLE}"
+        try:
+            chosen_level()
+        except Unavailable:  # nothing can be installed for this processor
+            remedy = remedy * (cpu_level() != "native")
         return Finding("cpu kernels", WARN, f"torch's, which are slower: {why}", remedy)
     elements = ", ".join(kernels.element for kernels in made)
     origin = "in the wheel" if Path(made[0].library._name).parent == PACKAGED else "on this machine"

@@ -27,6 +27,8 @@ class Bits(StrEnum):
     int4 = "int4"
 
 
+Source = Annotated[Path, typer.Argument(metavar="FOLDER", help="the checkpoint")]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="a new folder for the copy")]
 To = Annotated[Bits, typer.Option(help="int8: one scale per output; int4: one per 32 inputs of an output")]
 
 
@@ -35,7 +37,7 @@ Compare = Annotated[
 ]
 
 
-def quantize(folder: Path, out: Path, to: To = Bits.int8, compare: Compare = None) -> None:
+def quantize(folder: Source, out: Out, to: To = Bits.int8, compare: Compare = None) -> None:
     """Write a copy of a checkpoint with weights in 8 or 4 bits. Baton reads it, and transformers if it is dense."""
     from baton.cli.setup.quantised_quality import compare_checkpoints, pieces_of
     from baton.engine.models.checkpoint import weight_files

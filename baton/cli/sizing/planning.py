@@ -30,6 +30,7 @@ from baton.planner.sim.cluster import simulate
 from baton.planner.sim.scenario import Death, Fault, Pool, Router, Slo, Slow, SlowLink
 
 COLUMNS = ("pools", "GPUs", "requests/s", "good", "TTFT p50", "p99 ms", "ITL p50", "p99 ms", "busy P", "D", "tried as")
+BUSY = "busy: share of the time in which a worker computes, which a decode worker does whenever it has one request"
 POISSON = "poisson"  # default arrivals
 
 
@@ -80,10 +81,9 @@ def print_plan(options: PlanOptions, *, as_json: bool) -> None:
         return
     profile = site.profile
     hardware = f"{profile.hardware}, {profile.kind}" if profile.kind else profile.hardware
-    typer.echo(f"{profile.name}: {profile.model} on {hardware}\nsource: {profile.source}\n")
+    typer.echo("\n".join(verdict(answer, options.gpus, options.attainment)) + "\n")
     _show(answer)
-    for line in verdict(answer, options.gpus, options.attainment):
-        typer.echo(line)
+    typer.echo(f"{BUSY}\n\n{profile.name}: {profile.model} on {hardware}\nsource: {profile.source}")
 
 
 def _try_own(planner: Planner, own: Shape, rate: float) -> None:
@@ -214,8 +214,8 @@ def _row(tried: Tried) -> tuple[str, ...]:
 
 
 def verdict(answer: Answer, gpus: int, attainment: float) -> list[str]:
-    """Return the recommendation, and whether disaggregation pays."""
-    lines = [""]
+    """Return whether disaggregation pays, and then the best layout of each kind."""
+    lines = []
     for one in (answer.disaggregated, answer.colocated):
         if one is not None:
             each, most = answer.goodput[kind(one.shape)], "up to"
@@ -224,13 +224,13 @@ def verdict(answer: Answer, gpus: int, attainment: float) -> list[str]:
             lines.append(f"{one.shape}: {one.shape.gpus} GPUs; {most} {each:.3g} requests/s for each GPU")
     best, apart, together = answer.best, answer.disaggregated, answer.colocated
     if best is None:
-        return [*lines, f"no layout of up to {gpus} GPUs keeps {attainment:.0%} of requests within the goal"]
+        return [f"no layout of up to {gpus} GPUs keeps {attainment:.0%} of requests within the goal", *lines]
     if together is None:
-        return [*lines, "disaggregation pays: colocated workers do not meet the goal within these GPUs"]
+        return ["disaggregation pays: colocated workers do not meet the goal within these GPUs", *lines]
     if apart is None:
-        return [*lines, "disaggregation does not pay: it does not meet the goal within these GPUs"]
+        return ["disaggregation does not pay: it does not meet the goal within these GPUs", *lines]
     pays = "disaggregation pays" if best is apart else "disaggregation does not pay here"
-    lines.append(f"{pays}: {apart.shape.gpus} GPUs against {together.shape.gpus}")
+    lines.insert(0, f"{pays}: {apart.shape.gpus} GPUs against {together.shape.gpus}")
     if answer.at_least:
         return lines
     ratio = answer.goodput["disaggregated"] / answer.goodput["colocated"]

@@ -39,7 +39,8 @@ class Chart {
       this.rows));
     this.table.addEventListener("toggle", () => this.describe());
     this.element = h("figure", { class: "panel chart" },
-      h("figcaption", {}, h("h2", {}, title), h("span", { class: "keys" }, ...this.keys)), this.svg, this.table);
+      h("figcaption", {},
+        h("div", { class: "title" }, h("h2", {}, title), h("small", { class: "muted" }, "each point: 5 s")), h("span", { class: "keys" }, ...this.keys)), this.svg, this.table);
     new ResizeObserver(() => this.draw()).observe(this.svg);
   }
 

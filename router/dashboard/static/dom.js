@@ -57,4 +57,7 @@ export const bytes = (value) =>
   value >= 2 ** 30 ? `${(value / 2 ** 30).toFixed(1)} GiB` : value >= 2 ** 20 ? `${(value / 2 ** 20).toFixed(1)} MiB`
     : `${(value / 2 ** 10).toFixed(1)} KiB`;
 
+// The end of a request id, because the beginning is the same for all requests of some seconds.
+export const shortId = (id) => (id.length > 12 ? `…${id.slice(-8)}` : id);
+
 export const plural = (number, one, many = `${one}s`) => `${count(number)} ${Number(number) === 1 ? one : many}`;

@@ -6,15 +6,15 @@ const NONE = "–";
 const spread = (quantiles) => (Number(quantiles.count) ? seconds(quantiles.p50) : NONE);
 const tail = (quantiles) => (Number(quantiles.count) ? `p99 ${seconds(quantiles.p99)}` : "no samples");
 
-const FIGURES = [
-  ["Running", ({ status }) => count(status.running), ({ status }) => `${count(status.queued)} queued`],
-  ["Time to first token", ({ window }) => spread(window.ttft), ({ window }) => tail(window.ttft)],
-  ["Inter-token latency", ({ window }) => spread(window.itl), ({ window }) => tail(window.itl)],
-  ["Tokens per second", ({ lately }) => rate(lately.tokens_per_s),
+const FIGURES = [ // title, window, value, note
+  ["Running", "now", ({ status }) => count(status.running), ({ status }) => `${count(status.queued)} queued`],
+  ["Time to first token", "last minute", ({ window }) => spread(window.ttft), ({ window }) => tail(window.ttft)],
+  ["Inter-token latency", "last minute", ({ window }) => spread(window.itl), ({ window }) => tail(window.itl)],
+  ["Tokens per second", "last 5 s", ({ lately }) => rate(lately.tokens_per_s),
     ({ lately }) => `${rate(lately.prompt_tokens_per_s)} prompt tokens`],
-  ["Requests per second", ({ window }) => rate(window.requests_per_s),
-    ({ status }) => `${count(status.finished)} finished`],
-  ["SLO attainment", ({ window }) => (window.slo_share < 0 ? NONE : `${(100 * window.slo_share).toFixed(0)} %`),
+  ["Requests per second", "last minute", ({ window }) => rate(window.requests_per_s),
+    ({ status }) => `${count(status.finished)} finished in all`],
+  ["SLO attainment", "last minute", ({ window }) => (window.slo_share < 0 ? NONE : `${(100 * window.slo_share).toFixed(0)} %`),
     ({ window }) => trouble(window)],
 ];
 
@@ -26,15 +26,16 @@ function trouble({ failed, refused, recoveries }) {
 
 export class Figures {
   constructor() {
-    this.cells = FIGURES.map(([title]) => {
+    this.cells = FIGURES.map(([title, window]) => {
       const cell = { value: h("dd", { class: "value" }, NONE), note: h("dd", { class: "muted" }, " ") };
-      $("figures").append(h("dl", { class: "panel figure" }, h("dt", { class: "muted" }, title), cell.value, cell.note));
+      $("figures").append(h("dl", { class: "panel figure" },
+        h("dt", { class: "muted" }, title, h("small", {}, window)), cell.value, cell.note));
       return cell;
     });
   }
 
   show(view) {
-    FIGURES.forEach(([, value, note], at) => {
+    FIGURES.forEach(([, , value, note], at) => {
       setText(this.cells[at].value, value(view));
       setText(this.cells[at].note, note(view));
     });

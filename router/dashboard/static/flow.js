@@ -1,8 +1,8 @@
 // Running requests as dots that move from the router to a prefill worker, then to a decode worker.
 
-import { $, count, h, mark, plural, s, setText, seconds } from "./dom.js";
+import { $, count, h, mark, plural, s, setText, seconds, shortId } from "./dom.js";
 
-const LANES = 6, DOT = 6, STEP = 16, PAD = 13, HEAD = 31, GAP = 14;
+const LANES = 6, DOT = 6, STEP = 16, PAD = 13, HEAD = 31, GAP = 14, ROWS = 3;
 const STAGES = ["queue", "route", "reserve", "prefill", "transfer", "commit", "decode"];
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 const still = () => calm.matches || document.hidden; // in a hidden tab an animation would never finish
@@ -12,7 +12,8 @@ export class Flow {
     this.links = s("g", { class: "links" });
     this.boxes = s("g");
     this.dots = s("g");
-    this.svg = s("svg", { "aria-hidden": "true" }, this.links, this.boxes, this.dots);
+    this.travelling = s("g"); // below the boxes, so that no dot covers a counter or another box on its way
+    this.svg = s("svg", { "aria-hidden": "true" }, this.links, this.travelling, this.boxes, this.dots);
     $("flow").append(this.svg);
     this.known = new Map(); // by request and choice: {dot, at, stage}
     this.numbers = new Map();
@@ -36,6 +37,7 @@ export class Flow {
     for (const [key, { dot, stage, at }] of this.known) {
       if (seen.has(key)) continue;
       this.known.delete(key);
+      this.dots.append(dot);
       leave(dot, at, stage === "decode" ? this.width + 20 : at[0]);
     }
     for (const [key, text] of this.numbers) setText(text, String(inside.get(key) ?? 0));
@@ -89,10 +91,12 @@ export class Flow {
       const at = Math.min(number, most - 1);
       return [box.x + PAD + DOT + (at % across) * STEP, box.y + HEAD + DOT + Math.floor(at / across) * STEP];
     };
-    const between = (from, to) => {
-      const number = slots.get(`${from.x} ${to.y}`) ?? 0;
-      slots.set(`${from.x} ${to.y}`, number + 1);
-      return [(from.x + from.w + to.x) / 2, (middle(from) + middle(to)) / 2 + ((number % 7) - 3) * 4];
+    const between = (from, to) => { // a grid of ROWS rows in the middle of the way
+      const x = (from.x + from.w + to.x) / 2, y = (middle(from) + middle(to)) / 2, key = `${x} ${y}`;
+      const most = Math.max(1, Math.floor((to.x - from.x - from.w - 2 * DOT) / STEP)), number = slots.get(key) ?? 0;
+      slots.set(key, number + 1);
+      const column = Math.min(Math.floor(number / ROWS), most - 1), side = column % 2 ? -1 : 1;
+      return [x + side * Math.ceil(column / 2) * STEP, y + ((number % ROWS) - (ROWS - 1) / 2) * STEP];
     };
     const via = prefill ? [prefill.x + prefill.w / 2, middle(prefill)] : null;
     const computes = prefill ?? decode;
@@ -115,8 +119,17 @@ export class Flow {
     mark(known.dot, { class: `dot ${one.stage}${one.attempt > 1 ? " again" : ""}${one.deterministic ? " fixed" : ""}` });
     known.dot.firstChild.textContent = `${one.stage}: ${one.request_id}, ${plural(one.tokens, "token")}, ${seconds(one.age_s)}`;
     const before = STAGES.indexOf("prefill"), passed = via && STAGES.indexOf(known.stage) < before;
-    if (entering || known.at[0] !== at[0] || known.at[1] !== at[1]) travel(known.dot, jumps ? [at] : passed ? [known.at, via, at] : [known.at, at]);
+    if (entering || known.at[0] !== at[0] || known.at[1] !== at[1]) this.travel(known.dot, jumps ? [at] : passed ? [known.at, via, at] : [known.at, at]);
     Object.assign(known, { at, stage: one.stage });
+  }
+
+  travel(dot, points) {
+    const last = points.at(-1);
+    dot.style.transform = shift(last);
+    if (still() || points.length < 2) return;
+    this.travelling.append(dot);
+    const frames = points.map((point) => ({ transform: shift(point) })), options = { duration: 220 * (points.length - 1), easing: "ease-in-out" };
+    dot.animate(frames, options).onfinish = () => dot.parentNode === this.travelling && this.dots.append(dot);
   }
 
   describe() {
@@ -128,11 +141,11 @@ export class Flow {
     setText($("flow-text"), parts.length ? `${parts.join(", ")}${more}` : "no requests in progress");
     if (!$("requests").open) return;
     const names = ["request", "stage", "prefill", "decode", "prompt", "tokens", "age", "attempt"];
-    const cells = (one) => [one.request_id, one.stage, one.prefill_worker || "–", one.decode_worker || "–",
+    const cells = (one) => [h("span", { title: one.request_id }, shortId(one.request_id)), one.stage, one.prefill_worker || "–", one.decode_worker || "–",
       count(one.prompt_tokens), count(one.tokens), seconds(one.age_s), one.attempt || "–"];
     $("requests").lastElementChild.replaceChildren(h("table", {},
       h("thead", {}, h("tr", {}, ...names.map((name) => h("th", { scope: "col" }, name)))),
-      h("tbody", {}, ...requests.map((one) => h("tr", {}, ...cells(one).map((text) => h("td", {}, String(text))))))));
+      h("tbody", {}, ...requests.map((one) => h("tr", {}, ...cells(one).map((cell) => h("td", {}, cell)))))));
   }
 }
 
@@ -158,13 +171,6 @@ function curve(from, to) {
 }
 
 const shift = ([x, y]) => `translate(${x}px, ${y}px)`;
-
-function travel(dot, points) {
-  const last = points.at(-1);
-  dot.style.transform = shift(last);
-  if (still() || points.length < 2) return;
-  dot.animate(points.map((point) => ({ transform: shift(point) })), { duration: 220 * (points.length - 1), easing: "ease-in-out" });
-}
 
 function leave(dot, at, x) {
   if (still()) {

@@ -1,6 +1,6 @@
 // Events, newest first: workers that joined or left, failed or recovered requests, decisions of the controller.
 
-import { $, h } from "./dom.js";
+import { $, h, shortId } from "./dom.js";
 
 const MOST = 100;
 
@@ -28,11 +28,22 @@ export class Happenings {
 
   add({ time_s, kind, text, worker_id, request_id }) {
     this.none.remove();
-    const ids = [worker_id, request_id].filter(Boolean).join(" · ");
+    if (kind === "refused") [text, request_id] = this.folded(text, request_id);
+    const ids = [worker_id, shortId(request_id ?? "")].filter(Boolean).join(" · ");
     const older = [...$("happenings").children].find((each) => Number(each.dataset.at) <= time_s) ?? null;
-    $("happenings").insertBefore(h("li", { "data-kind": kind, "data-at": time_s },
+    $("happenings").insertBefore(h("li", { "data-kind": kind, "data-at": time_s, "data-text": text, title: request_id ? `request ${request_id}` : null },
       h("time", { datetime: new Date(time_s * 1000).toISOString() }, new Date(time_s * 1000).toLocaleTimeString("en-GB")),
       h("span", { class: "kind" }, kind), h("span", { class: "text" }, text, ids ? h("small", { class: "muted" }, ` ${ids}`) : "")), older);
     while ($("happenings").childElementCount > MOST) $("happenings").lastElementChild.remove();
+  }
+
+  // Rejections with the same reason share one line, at the time of the last one. Numbers may differ, such as waits.
+  folded(text, request_id) {
+    const reason = (one) => one.replace(/ \(\d+ times\)$/, "").replace(/\d+(\.\d+)?/g, "#");
+    const times = (one) => Number(one.match(/ \((\d+) times\)$/)?.[1] ?? 1);
+    const same = [...$("happenings").children].find((each) => each.dataset.kind === "refused" && reason(each.dataset.text) === reason(text));
+    if (!same) return [text, request_id];
+    same.remove();
+    return [`${text.replace(/ \(\d+ times\)$/, "")} (${times(text) + times(same.dataset.text)} times)`, ""];
   }
 }

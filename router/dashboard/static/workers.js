@@ -2,7 +2,18 @@
 
 import { $, bytes, count, h, mark, plural, setText, sum } from "./dom.js";
 
-const STATES = ["owned", "reserved", "cached", "quarantined", "free"];
+const STATES = ["owned", "reserved", "quarantined", "cached", "free"]; // used ones first
+const MEANINGS = {
+  owned: "hold KV of running requests",
+  reserved: "promised to requests whose KV is on its way",
+  quarantined: "a failed transfer may still write into them; not usable until that is impossible",
+  cached: "KV of earlier prompts, kept for reuse; given to requests when they need room",
+  free: "hold nothing",
+};
+const TRANSPORTS = {
+  shm: "shared memory of this host", gloo: "TCP, by torch.distributed", nccl: "between GPUs, by NCCL", grpc: "gRPC streams, encrypted if TLS is on",
+  cuda_ipc: "reads the memory of the other GPU process", nixl: "reads remote memory, by NIXL", memory: "within one process",
+};
 const MOST = 48;
 const ROLES = { prefill: 0, decode: 1 };
 
@@ -85,6 +96,7 @@ class Card {
     setText(this.state, shown);
     mark(this.state, { "data-state": shown });
     const moved = Number(load.transfer_bytes) ? `, ${bytes(Number(load.transfer_bytes))} transferred by ${load.transport}` : "";
+    mark(this.did, { title: moved ? `${load.transport}: ${TRANSPORTS[load.transport] ?? "transport of KV"}` : "" });
     const did = info.role === "prefill" ? `${count(load.prefill_tokens)} prompt tokens` : `${count(load.decode_tokens)} tokens`;
     setText(this.does, `${plural(dispatched, "request")} of this router · ${count(load.running)} running, ${count(load.waiting)} waiting`);
     setText(this.did, `${did}${moved}`);
@@ -100,7 +112,7 @@ class Bar {
   constructor(brief = false) {
     this.brief = brief; // hides states without blocks
     this.parts = STATES.map((state) => h("span", { class: `part ${state}` }));
-    this.texts = STATES.map((state) => h("span", { class: `key ${state}` }));
+    this.texts = STATES.map((state) => h("span", { class: `key ${state}`, title: `${state}: ${MEANINGS[state]}` }));
     this.element = h("div", { class: "bar", "aria-hidden": "true" }, ...this.parts);
     this.legend = h("p", { class: "legend" }, ...this.texts);
   }
@@ -128,7 +140,8 @@ class Ledger {
     const blocks = Object.fromEntries([...STATES, "total"].map((state) => [state, of(state)]));
     const found = sum(STATES, (state) => blocks[state]), right = found === blocks.total;
     this.bar.show(blocks);
-    const what = `${plural(workers.length, "worker")}, ${plural(blocks.total, "KV block")}`;
+    const used = blocks.total - blocks.cached - blocks.free, share = blocks.total ? (100 * used) / blocks.total : 0;
+    const what = `${plural(workers.length, "worker")}, ${count(used)} of ${plural(blocks.total, "KV block")} used (${share.toFixed(0)} %)`;
     setText(this.check, right ? `${what}, all accounted for` : `${what}, but ${count(found)} accounted for`);
     mark(this.check, { class: right ? "right" : "warn" });
   }

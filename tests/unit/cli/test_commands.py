@@ -1,24 +1,28 @@
 """Command lines: exit codes, mistakes that are named before anything starts, and requests that commands send."""
 
 import json
+import shlex
 import subprocess
 import sys
+from typing import Any
 from unittest.mock import Mock, call
 
 import psutil
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from baton import errors
+from baton import __version__, errors
 from baton.cli import app as app_module
 from baton.cli.app import app
 from baton.cli.cluster import demo, launch, operate
 from baton.cli.cluster.launch import wait_ended
+from baton.cli.examples import EXAMPLES, PANELS, epilog
 from baton.cli.exit_codes import exit_code
 from baton.cli.main import main
 from baton.cluster import launcher
 from baton.cluster.backend_process import StartError
-from baton.errors import BatonError, ConfigError, InvalidRequest, Violation
+from baton.errors import BatonError, Cancelled, ConfigError, InvalidRequest, Violation
 from baton.rpc.v1 import admin_pb2
 from tests.support.processes import fill_disk
 from tests.support.waiting import eventually
@@ -73,6 +77,45 @@ def test_help_needs_none_of_the_heavy_libraries():
     assert done.stdout.splitlines()[-1] == "[] True True", "heavy ones; collections again; imports frozen"
 
 
+def test_each_command_has_a_group_and_its_examples_are_valid():
+    root: Any = typer.main.get_command(app)
+    shown = [name for names in PANELS.values() for name in names]
+    assert sorted(root.commands) == sorted(shown)
+    assert {"config"} == set(shown) - set(EXAMPLES), "its own commands explain it"
+    for name, lines in EXAMPLES.items():
+        for line in lines:
+            first, *words = shlex.split(line.partition(" <")[0])
+            assert first == name
+            with root.commands[name].make_context(name, words, resilient_parsing=False):
+                assert f"baton {line}" in str(epilog(name))
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        ("--version", 0, f"baton {__version__}"),
+        ("serv x", 2, "Did you mean 'serve'?"),
+        ("up --model org/m", 2, "baton serve org/m"),
+        ("--show-completion", 0, "COMPLETE"),
+        ("down --name none", 0, "cluster 'none' is not running"),
+        ("down", 0, "no cluster is running"),
+    ],
+)
+def test_what_newcomers_type(monkeypatch, tmp_path, words, code, text):
+    monkeypatch.setenv("BATON_HOME", str(tmp_path))
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    done = CliRunner().invoke(app, [*words.split(), *["bash"] * ("completion" in words)])
+    assert (done.exit_code, text in " ".join(done.output.replace("│", " ").split())) == (code, True), done.output
+
+
+@pytest.mark.parametrize("serving", [False, True])
+def test_a_stop_promises_an_end_of_requests_only_where_there_may_be_some(serving):
+    program = "import os, signal; from baton.cluster.signals import stop_on_signals; stop = stop_on_signals()\n"
+    program += f"{'stop.serving.set()' if serving else ''}\nos.kill(os.getpid(), signal.SIGINT)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr.startswith("stopping; running requests may finish" if serving else "stopping\n")
+
+
 # --- up, demo and down
 
 UNREAPED = "import subprocess, sys\nprint(subprocess.Popen([sys.executable, '-c', '']).pid, flush=True)\ninput()"
@@ -124,6 +167,16 @@ def test_the_error_of_a_detached_process_without_output_is_shown(monkeypatch, tm
     done = CliRunner().invoke(app, ["up", "-c", "configs/no-ray.yaml", "--set", "model.path=oracle", "--detach"])
     assert done.exit_code == 3
     assert done.stderr.endswith("\nbaton: ConfigError: up ended with exit code 3\n")
+
+
+def test_a_cancelled_detached_start_is_reported_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("BATON_HOME", str(tmp_path))
+    child = Mock()
+    child.return_value.wait_ready.side_effect = Cancelled("stopped before it was done")
+    monkeypatch.setattr(launch, "Child", child)
+    done = CliRunner().invoke(app, ["up", "-c", "configs/no-ray.yaml", "--set", "model.path=oracle", "--detach"])
+    assert isinstance(done.exception, Cancelled)
+    assert "stop" not in done.stderr
 
 
 # --- scale, drain and restart; tests/integration/test_board.py has their requests to a router

@@ -159,3 +159,18 @@ def test_the_only_cluster_is_meant_when_none_is_named(tmp_path, monkeypatch):
         target.find_cluster(None)
     with pytest.raises(NoWorker, match="no cluster named 'c'"):
         target.find_cluster("c")
+
+
+@pytest.mark.parametrize(
+    ("reason", "matched", "shown"),
+    [("eos", "0", 0), ("eos", "", None), ("stop_token", "7", 7), ("stop_string", "0", "0"), ("length", "", None)],
+)
+def test_json_has_numbers_for_numbers(reason, matched, shown):
+    ended_by = common.FinishReason.Value(f"FINISH_REASON_{reason.upper()}")
+    span = common.Span(name="push", attributes={"kv_bytes": "4096", "transport": "shm", "exposed_s": "0.5", "id": "01"})
+    finished = Event(finished=inference.Finished(reason=ended_by, matched_stop=matched))
+    stream = Thinking(finished, Event(completed=inference.Completed(spans=[span])))
+    list(stream)
+    tree = json.loads(json.dumps(command.plain(stream.collect())))
+    assert tree["choices"][0]["matched_stop"] == shown
+    assert tree["trace"][0]["attributes"] == {"kv_bytes": 4096, "transport": "shm", "exposed_s": 0.5, "id": "01"}

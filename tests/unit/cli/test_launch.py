@@ -1,19 +1,25 @@
 """`baton up`: overrides, settings without passwords and a model that is fetched once."""
 
+import socket
 import sys
 import threading
 from contextlib import nullcontext
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from baton import __version__
-from baton.cli.cluster import launch
+from baton.cli.cluster import launch, ports
 from baton.cli.cluster.launch import as_environment, as_options, fetched
 from baton.cli.cluster.model_check import check_model
+from baton.cli.cluster.ports import check_ports
 from baton.cli.cluster.serve import router_settings
+from baton.cli.cluster.size_check import check_sizes
 from baton.cli.setup.config import effective
 from baton.cluster.signals import Stop
 from baton.config import ClusterConfig, load_config
+from baton.core import Role
 from baton.errors import Cancelled, ConfigError
 from baton.network import redacted
 from tests.unit.test_hub import COMMIT, snapshot
@@ -186,3 +192,61 @@ def test_a_file_in_place_of_a_folder_is_named(tmp_path, name, text):
     (tmp_path / name).touch()
     with pytest.raises(ConfigError, match=f"{name} {text}"):
         check_model(ClusterConfig.model_validate({"model": {"path": str(tmp_path / name)}}), ())
+
+
+DEMO = str(Path(__file__).parents[3] / "models" / "demo")
+OK_FILE = """
+name: x
+ray: {address: none}
+model: {path: %s, max_model_len: 2048}
+router: {grpc: "127.0.0.1:0", metrics: "127.0.0.1:0"}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("decode.kv_memory=1KiB", "decode.kv_memory: 1024 bytes are less than one block of 16384 bytes"),
+        ("prefill.kv_memory=1MiB", "prefill.kv_memory: 1048576 bytes hold 1024 tokens, fewer than model.max_model_len"),
+        (
+            "decode.tensor_parallel=3",
+            "decode.tensor_parallel: 3 does not divide the model's num_attention_heads",
+        ),
+        ("decode.kv_memory=64MiB", None),
+        ("decode.tensor_parallel=2", None),
+    ],
+)
+def test_sizes_that_a_worker_would_reject_are_found_before_anything_starts(tmp_path, setting, words):
+    (file := tmp_path / "c.yaml").write_text(OK_FILE % DEMO)
+    with pytest.raises(ConfigError, match=words) if words else nullcontext():
+        check_sizes(load_config(file, [setting]), ())
+    check_sizes(load_config(file, [setting]), set(Role))  # on GPUs, workers decide
+
+
+@pytest.mark.parametrize("broken", ["[]", "{}", '{"num_attention_heads": 0, "hidden_size": 8, "num_hidden_layers": 1}'])
+def test_an_unusual_config_is_left_to_the_worker(tmp_path, broken):
+    (tmp_path / "config.json").write_text(broken)
+    (file := tmp_path / "c.yaml").write_text(OK_FILE % tmp_path)
+    check_sizes(load_config(file, ["decode.kv_memory=1KiB"]), ())
+
+
+def test_an_address_in_use_is_found_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setenv("BATON_HOME", str(tmp_path / "home"))
+    (file := tmp_path / "c.yaml").write_text(OK_FILE % DEMO)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        text = f"router.http: cannot listen on 127.0.0.1:{port}: Address already in use; choose another port"
+        item = f"router.http=127.0.0.1:{port}"
+        for detach in (False, True):
+            with pytest.raises(ConfigError, match=f"^--set {item}: {text}"):
+                launch.up(file, [item], Stop(), detach=detach, announce=launch.announce)
+    check_ports(load_config(file, [item]))
+    both = [item, f"router.metrics=127.0.0.1:{port}"]
+    with pytest.raises(ConfigError, match=f"router.metrics: 127.0.0.1:{port} is also router.http"):
+        check_ports(load_config(file, both))
+    running = [Mock()]
+    running[0].name = "x"
+    monkeypatch.setattr(ports, "running_clusters", lambda: running)
+    check_ports(load_config(file, both))  # the lock of the running cluster has a better message
+    assert not (tmp_path / "home").exists()

@@ -13,7 +13,7 @@ from baton.cli.inspect import log_lines
 from baton.cli.inspect.log_lines import LogFile, LogFilter, find_logs, merged, pretty, print_logs
 from baton.cli.inspect.logs import parse_age
 from baton.cluster.state_dir import StateFolder
-from baton.errors import NoWorker
+from baton.errors import InvalidRequest, NoWorker
 
 BEGIN = 1_700_000_000.0
 
@@ -228,3 +228,11 @@ def test_on_a_terminal():
         shown = pretty(log_lines.parse(text, "router", 0.0)).plain
         assert not {"\x1b", "\x07", "\x9b"} & set(shown), "a client has no words with the terminal of an operator"
         assert "\\x1b[2J" in shown
+
+
+def test_an_unknown_request_is_an_error(cluster, capsys):
+    (cluster / "router.log").write_text(event(1, "request_finished", request_id="r1") + "\n")
+    log_lines.print_logs("local", LogFilter(request="r1", level=40), None, follow=False, as_json=True)
+    assert capsys.readouterr().out == "", "it is known, and has no line of this level"
+    with pytest.raises(InvalidRequest, match=r"--request: no line of the logs in .* is about 'r2'"):
+        log_lines.print_logs("local", LogFilter(request="r2"), None, follow=False, as_json=True)

@@ -1,5 +1,6 @@
 """`baton status` of several routers, and `--census`, with scripted routers and a scripted worker."""
 
+import io
 import json
 import os
 import time
@@ -8,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import typer
+from rich.console import Console
 
 from baton.cli import target
 from baton.cli.inspect import block_census as census_command
@@ -145,6 +147,35 @@ def test_what_the_controller_says_is_shown(status):
     assert "number 1" not in printed
     control = status(router, as_json=True)["control"]
     assert (control["plan"]["number"], len(control["decisions"]), control["slots"][2]["note"]) == (9, 7, "no memory")
+
+
+DEAD = 'exit code -9:\n{"event": "model_loading"}\n{"event": "kernels_torch"}'
+
+
+def test_a_dead_worker_has_one_line(status):
+    router = FakeRouter("one")
+    said = admin_pb2.Control(age_s=1)
+    said.slots.add(worker_id="decode-0", state="failed", note=DEAD)
+    said.decisions.add(age_s=1, kind="replace", text=f"decode-0: {DEAD}")
+    router.reply.control.CopyFrom(said)
+    router.reply.workers[0].note = DEAD
+    printed = status(router)
+    assert "model_loading" not in printed
+    assert "decode-0: failed, generation 0 of 0: exit code -9\n" in printed
+    assert "replace   decode-0: exit code -9\n" in printed
+
+
+@pytest.mark.parametrize(("width", "hidden"), [(300, 0), (100, 4), (62, 8), (40, 8)])
+def test_the_table_fits_the_terminal(width, hidden):
+    row = dict.fromkeys(command.COLUMNS, "seven..") | {"worker": "prefill-0@1795798880227824.1"}
+    console = Console(width=width, file=(out := io.StringIO()))
+    table, found = command.fitting([row, row], console)
+    console.print(table)
+    lines = out.getvalue().splitlines()
+    assert found == hidden
+    assert all(len(line.rstrip()) <= width for line in lines)
+    assert width == 40 or len(lines) == 3, "no row is wrapped"
+    assert ("@" in lines[1]) == (width == 300)
 
 
 def test_watching_goes_on_until_it_is_interrupted(capsys, monkeypatch):

@@ -45,6 +45,8 @@ def live(at: float = 1000.0, requests: int = 3, **facts: Any) -> admin_pb2.Live:
     quantiles = admin_pb2.Quantiles(count=9, p50=0.012, p90=0.1, p99=1.5)
     window = admin_pb2.Window(seconds=60, ttft=quantiles, itl=quantiles, tokens_per_s=321, slo_share=0.97)
     control = admin_pb2.Control(plan=plan, decisions=decisions, age_s=1)
+    control.slots.add(worker_id="decode-0", state="ready", note="quiet")
+    control.slots.add(worker_id="decode-1", state="failed", note="no memory:\n{}")
     under_way = [
         admin_pb2.RequestView(request_id=f"req-{n}", prompt_tokens=10 * n, tokens=9 - n, age_s=n, **place)
         for n in range(requests)
@@ -153,9 +155,8 @@ async def test_what_a_router_says_is_shown_and_the_token_is_not(router):
         assert (router.intervals, router.tokens) == ([0.5], ["Bearer marker-token-of-this-test"])
         assert "marker-token-of-this-test" not in app.export_screenshot()
         assert text(app, "head").startswith("local tiny  router r-1")
-        assert "3 running, 0 queued  1,234 finished" in text(app, "head")
-        assert "97% in SLO" in text(app, "head")
-        assert text(app, "ttft-text") == "TTFT  p50 12 ms  p99 1.5 s"
+        assert "3 running, 0 queued  97% in SLO  1,234 finished" in text(app, "head")
+        assert text(app, "ttft-text") == "TTFT  p50 12 ms  p99 1.5 s  last minute"
         assert text(app, "rate-text").startswith("tokens/s  321 out")
         assert text(app, "ledger") == "KV blocks: 65 free, 5 reserved, 120 owned, 10 cached, 0 quarantined = 200"
         workers = table(app, "workers")
@@ -165,7 +166,8 @@ async def test_what_a_router_says_is_shown_and_the_token_is_not(router):
         assert column(workers, "busy")[0] == "█" * render.BAR
         assert column(table(app, "requests"), "request") == ["req-0", "req-1", "req-2"]
         assert "plan 7: 1 prefill, 1 decode, by operator" in text(app, "decisions")
-        assert "6.0 s ago turn decode-1: prefill waits" in text(app, "decisions")
+        assert "decode-1: failed: no memory" in text(app, "decisions"), "its first line"
+        assert "prefill waits" not in text(app, "decisions"), "decisions are events"
         (line,) = app.query_one("#happenings", RichLog).lines
         assert "joined    decode-0 here at 1000" in line.text
 
@@ -223,6 +225,44 @@ async def test_a_pause_stops_the_screen_and_records_events_for_later(router):
         await until(lambda: rows(app) == 1)
         assert [line.text[-7:] for line in log.lines] == ["at 1000", "at 1001", "at 1002"]
         assert "PAUSED" not in text(app, "head")
+
+
+def event(at: float, kind: str, what: str, request_id: str = "") -> admin_pb2.Happening:
+    return admin_pb2.Happening(time_s=at, kind=kind, text=what, request_id=request_id)
+
+
+def test_events_are_by_time_and_rejections_with_one_reason_are_one():
+    wait = "Overloaded: 3 requests wait {} s"
+    given = [
+        event(9, "refused", wait.format("1.5"), "a"), event(2, "decision", "start"), event(3, "left", "gone"),
+        event(4, "refused", "InvalidRequest: n (3 times)"), event(5, "refused", "InvalidRequest: n", "b"),
+        event(6, "failed", "EngineFault"), event(7, "failed", "EngineFault"), event(8, "refused", wait.format("2")),
+        event(1, "refused", "InvalidRequest: seed", "c"),
+    ]  # fmt: skip
+    lines = [(item.time_s, item.text, item.request_id) for item in render.folded(given)]
+    assert lines == [
+        (1, "InvalidRequest: seed", "c"), (2, "start", ""), (3, "gone", ""), (5, "InvalidRequest: n (4 times)", ""),
+        (6, "EngineFault", ""), (7, "EngineFault", ""), (9, "Overloaded: 3 requests wait 1.5 s (2 times)", ""),
+    ]  # fmt: skip
+    assert render.short_id("6b09b76eca678c40d3791c306bc739b7") == "…6bc739b7"
+    assert "…6bc739b7" in render.happening(event(1, "failed", "x", "6b09b76eca678c40d3791c306bc739b7")).plain
+
+
+async def test_80_columns_cut_nothing(router):
+    said = live(requests=3, failed=12, refused=1_234, queued=10)
+    said.requests[0].request_id = "6b09b76eca678c40d3791c306bc739b7"
+    said.window.itl.p50, said.window.ttft.p99, said.window.requests_per_s = 0.00361, 59.94, 12.345
+    app = screen(router)
+    router.says.put(said)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await until(lambda: rows(app) == 3)
+        await pilot.pause()
+        for name in ("head", "ttft-text", "itl-text", "rate-text", "ledger"):
+            static = app.query_one(f"#{name}", Static)
+            assert max(map(len, text(app, name).splitlines())) <= static.content_size.width, name
+        for name in ("workers", "requests"):
+            assert table(app, name).virtual_size.width <= 80
+        assert "…6bc739b7" in column(table(app, "requests"), "request")
 
 
 @pytest.mark.slow
@@ -318,7 +358,7 @@ async def test_hostile_names_are_text(router):
     said = live(name="[bold]x[/bold] [", model="[/]")
     said.requests[0].request_id = "[red]r"
     said.happenings[0].text = "[/nothing] ends here"
-    said.status.control.decisions[0].text = "[link=http://x]"
+    said.status.control.slots[1].note = "[link=http://x]"
     async with shown(router, said) as (app, pilot):
         assert text(app, "head").startswith("[bold]x[/bold] [ [/]")
         assert column(table(app, "requests"), "request")[0] == "[red]r"

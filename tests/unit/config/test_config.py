@@ -153,6 +153,25 @@ def test_a_bad_set_is_named(load, item):
         load("decode: {threads: 1}", item)
 
 
+@pytest.mark.parametrize(
+    ("item", "text"),
+    [
+        ("decode.replicas=-1", "decode.replicas: input should be greater than 0, got -1"),
+        ("decode.threads=-1", "decode.threads: input should be greater than 0 or 'auto', got -1"),
+        ("decode.block_size=a", "decode.block_size: input should be a valid integer or 'auto', got \"a\""),
+        ("decode.kind=a", "decode.kind: unknown key"),
+        ("ledger.heartbeat_s=9", "ledger.lease_s: must be at least three times ledger.heartbeat_s"),
+        ("router.grpc=0.0.0.0:1", "router.grpc (0.0.0.0:1): listens beyond this machine"),
+        ("prefill.autoscale.min=5", "prefill.autoscale: min: must not be above max (1), got 5"),
+    ],
+)
+def test_a_mistake_of_a_set_is_blamed_on_it_and_named_once(load, item, text):
+    with pytest.raises(ConfigError) as caught:
+        load("decode: {threads: 1}\nledger: {lease_s: 10}", item, "name=x")
+    assert str(caught.value).startswith(f"--set {item}: {text}")
+    assert len(str(caught.value).splitlines()) == 1
+
+
 def test_a_mistake_that_a_later_step_finds_has_its_place_too(tmp_path):
     """So has that of a started worker, whose output is indented. Other lines stay as they are."""
     file = tmp_path / "cluster.yaml"
@@ -228,8 +247,8 @@ def test_the_shape_of_a_verify_pass(load):
     [
         ("{rows: 3, window: 5}", r"line 2: determinism: rows times window must be a multiple of 32, got 3 x 5"),
         ("{window: 5}", r"line 2: determinism: rows times window must be a multiple of 32, got 2 x 5"),
-        ("{rows: 0}", r"line 2: determinism\.rows: .*greater than or equal to 1, got 0"),
-        ("{window: 1}", r"line 2: determinism\.window: .*greater than or equal to 2, got 1"),
+        ("{rows: 0}", r"line 2: determinism\.rows: .*greater than or equal to 1 or 'auto', got 0"),
+        ("{window: 1}", r"line 2: determinism\.window: .*greater than or equal to 2 or 'auto', got 1"),
         ("{verify: never}", r"line 2: determinism\.verify: .*'auto' or 'always', got \"never\""),
         ("{window: wide}", r"line 2: determinism\.window: .*'auto', got \"wide\""),
     ],

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from baton.core import Sampling, SequenceSpec, Token
-from baton.errors import NoWorker, Overloaded
+from baton.errors import InvalidRequest, NoWorker, Overloaded, Violation
 from baton.ledger.control_state import ControlReport
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.testing import FakeClock
@@ -133,6 +133,15 @@ def test_refusals_under_load_leave_room_for_what_else_happens(clock):
     assert seen.happenings.settle() == 3
     refusals = ["Overloaded: it would wait for about 0 s (400 times)", "NoWorker: none is there"]
     assert [one.text for one in seen.happenings.since(0)] == [*refusals, "a decode worker is gone"]
+
+
+def test_rejected_requests_are_grouped_by_their_fields_and_show_no_value(clock):
+    seen = ActivityRecorder(clock)
+    for fields in (("sampling.n", "seed"), ("sampling.n", "seed"), ("A prompt?", "x" * 99), ("A prompt?", "stop[0]")):
+        seen.ended("r", "refused", InvalidRequest(*(Violation(field, "got 'secret'") for field in fields)))
+    assert seen.happenings.settle() == 3
+    lines = ["InvalidRequest: sampling.n, seed (2 times)", "InvalidRequest", "InvalidRequest: stop[0]"]
+    assert [one.text for one in seen.happenings.since(0)] == lines
 
 
 def test_happenings_name_a_request_as_its_client_does(clock):

@@ -36,7 +36,8 @@ HELP = """[b]baton top[/b]: the live view of one router
 
 [b]busy[/b]  running and waiting requests, as a share of a worker's maximum
 [b]KV blocks[/b]  in use: reserved, owned or quarantined; cached blocks count as free
-[b]TTFT, ITL[/b]  of the last minute; the lines show the last seconds over time"""
+[b]TTFT, ITL, tok/s[/b]  of the last minute; the lines show the last five seconds over time
+[b]ids[/b]  of requests are shown by their end; [b]enter[/b] shows the whole id"""
 
 
 class Sheet(ModalScreen[None]):
@@ -92,7 +93,8 @@ class Table(DataTable[render.Cell]):
         under = self._under_cursor()
         for key in [key for key in self.rows if key.value not in rows]:
             self.remove_row(key)
-        for name, cells in rows.items():
+        for name, every in rows.items():
+            cells = every[: len(self._names)]
             if name not in self.rows:
                 self.add_row(*cells, key=name)
                 continue
@@ -144,15 +146,14 @@ class Top(App[BatonError | None]):
     #workers { height: auto; max-height: 40%; }
     Table { scrollbar-size: 0 1; }
     #ledger { height: 1; padding: 0 1; }
-    #requests { height: 1fr; min-height: 4; }
-    #below { height: 9; }
+    #requests { height: auto; max-height: 45%; min-height: 4; }
+    #below { height: 1fr; min-height: 5; }
     #happenings { width: 3fr; padding: 0 1; scrollbar-size-vertical: 1; background: $surface; }
     #control { width: 2fr; scrollbar-size-vertical: 1; padding: 0 1; }
     .spans { text-wrap: nowrap; text-overflow: ellipsis; }
     .-low #charts { height: 3; }
     .-low #charts Sparkline { height: 2; }
     .-low #workers { max-height: 6; }
-    .-low #below { height: 5; }
     Sheet { align: center middle; }
     #sheet { width: 90%; height: auto; max-height: 90%; padding: 1 2; background: $surface; border: round $primary; }
     """
@@ -175,8 +176,8 @@ class Top(App[BatonError | None]):
         self._rates: dict[str, float] = {}
         self._tokens: dict[str, int] = {}
         self._reported_at = 0.0
-        self._happened: deque[bytes] = deque(maxlen=HAPPENINGS)  # a router repeats recent ones after a reconnect
-        self._unseen: deque[admin_pb2.Happening] = deque(maxlen=HAPPENINGS)  # not on screen yet
+        self._happened: dict[bytes, admin_pb2.Happening] = {}  # a router repeats recent ones after a reconnect
+        self._unseen = False  # some of these are not on screen yet
         self._lines = {name: deque([0.0] * POINTS, POINTS) for name in ("ttft", "itl", "rate")}
 
     def compose(self) -> ComposeResult:
@@ -187,7 +188,8 @@ class Top(App[BatonError | None]):
                 with Vertical():
                     yield Static(id=f"{name}-text")
                     yield Sparkline(id=name)
-        yield Table(render.WORKERS, "worker", id="workers")
+        shown = len(render.WORKERS) if self.size.width >= render.NARROW else render.FIRST
+        yield Table(render.WORKERS[:shown], "worker", id="workers")
         yield Static(id="ledger")
         yield Table(render.REQUESTS, "age", id="requests")
         with Horizontal(id="below"):
@@ -220,8 +222,9 @@ class Top(App[BatonError | None]):
         self._count(message)
         for item in message.happenings:
             if (key := item.SerializeToString(deterministic=True)) not in self._happened:
-                self._happened.append(key)
-                self._unseen.append(item)
+                self._happened[key], self._unseen = item, True
+        while len(self._happened) > HAPPENINGS:
+            del self._happened[next(iter(self._happened))]
         if not self._paused:
             self._live = message
             self._show()
@@ -244,21 +247,24 @@ class Top(App[BatonError | None]):
         live, screen = self._live, self.screen_stack[0]
         if live is None:
             return
+        wide = self.size.width >= render.NARROW
         texts = {
             "head": render.head(live, paused=self._paused),
             "ledger": render.ledger_sum(live),
             "decisions": render.control(live.status.control if live.status.HasField("control") else None),
-            "ttft-text": render.quantiles("TTFT", live.window.ttft),
-            "itl-text": render.quantiles("ITL", live.window.itl),
-            "rate-text": render.rates(live.window),
+            "ttft-text": render.quantiles("TTFT", live.window.ttft, wide=wide),
+            "itl-text": render.quantiles("ITL", live.window.itl, wide=wide),
+            "rate-text": render.rates(live.window, wide=wide),
         }
         for name, text in texts.items():
             screen.query_one(f"#{name}", Static).update(text)
         for name, line in self._lines.items():
             screen.query_one(f"#{name}", Sparkline).data = list(line)
-        if not self._paused:
-            while self._unseen:
-                screen.query_one("#happenings", RichLog).write(render.happening(self._unseen.popleft()))
+        if self._unseen and not self._paused:
+            self._unseen, lines = False, screen.query_one("#happenings", RichLog)
+            lines.clear()
+            for item in render.folded(list(self._happened.values())):
+                lines.write(render.happening(item), expand=True, scroll_end=True)
         screen.query_one("#workers", Table).fill(render.workers(live, self._rates))
         screen.query_one("#requests", Table).fill(render.requests(live))
 

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from rich.text import Text
 
+from baton.core import first_line
 from baton.rpc.v1 import admin_pb2, common_pb2
 
 BAR = 8
+_TIMES = re.compile(r" \((\d+) times\)$")  # as the router merges events
+_NUMBERS = re.compile(r"\d+(\.\d+)?")
 BLOCKS = " ▏▎▍▌▋▊▉█"
 STATES = ("free", "reserved", "owned", "cached", "quarantined")
 STATE_STYLES = {"connected": "green", "draining": "yellow", "connecting": "yellow", "lost": "bold red"}
 ROLE_STYLES = {"prefill": "magenta", "decode": "cyan", "router": "green"}
 STAGE_STYLES = {"prefill": "magenta", "transfer": "blue", "commit": "blue", "decode": "cyan"}
 KIND_STYLES = {"left": "yellow", "recovered": "yellow", "fenced": "yellow", "refused": "red", "failed": "bold red"}
+NARROW = 140  # terminals with fewer columns show less
+FIRST = 8  # columns of workers that a narrow terminal shows
 WORKERS = ("worker", "role", "state", "busy", "run", "wait", "tok/s", "KV blocks", "of which", "moved", "note")
 REQUESTS = ("request", "stage", "prefill", "decode", "prompt", "tokens", "age", "try")
 
@@ -31,6 +37,11 @@ class Cell(Text):
     @classmethod
     def number(cls, value: float, text: str | None = None) -> Cell:
         return cls(f"{value:,.0f}" if text is None else text, value, right=True)
+
+
+def short_id(request_id: str) -> str:
+    """Return the end of a long request id, because all requests of some seconds have the same beginning."""
+    return request_id if len(request_id) <= 12 else f"…{request_id[-8:]}"
 
 
 def bar(share: float, style: str, width: int = BAR) -> Text:
@@ -137,7 +148,7 @@ def requests(live: admin_pb2.Live) -> dict[str, list[Cell]]:
     for view in live.requests:
         key = f"{view.request_id}.{view.choice}" if view.choice else view.request_id
         rows[key] = [
-            Cell(key),
+            Cell(f"{short_id(view.request_id)}{key.removeprefix(view.request_id)}", key),
             Cell(view.stage, style=STAGE_STYLES.get(view.stage, "")),
             Cell(view.prefill_worker or "-"),
             Cell(view.decode_worker or "-"),
@@ -159,46 +170,66 @@ def head(live: admin_pb2.Live, *, paused: bool) -> Text:
         text.append("  PAUSED", "bold yellow")
     text.append(f"\n{status.running} running", "bold")
     text.append(f", {status.queued} queued", "bold yellow" if status.queued else "bold")
-    ended = f"  {status.finished:,} finished, {status.cancelled:,} cancelled"
-    text.append(f"{ended}, {status.failed:,} failed, {status.refused:,} refused")
     window = live.window
-    if window.recoveries:
-        text.append(f"  {window.recoveries} recoveries in the last minute", "yellow")
     if window.slo_share >= 0:
         text.append(f"  {window.slo_share:.0%} in SLO", "green" if window.slo_share > 0.95 else "red")
-    return text
+    if window.recoveries:
+        text.append(f"  {window.recoveries} recovered", "yellow")
+    others = {"failed": status.failed, "refused": status.refused, "cancelled": status.cancelled}
+    ended = [f"{status.finished:,} finished", *(f"{count:,} {name}" for name, count in others.items() if count)]
+    return text.append(f"  {', '.join(ended)}")
 
 
-def quantiles(name: str, found: admin_pb2.Quantiles) -> Text:
-    """Format quantiles of the last minute."""
+def quantiles(name: str, found: admin_pb2.Quantiles, *, wide: bool) -> Text:
+    """Format quantiles of the last minute. A narrow text has at most 25 characters."""
     if not found.count:
         return Text.assemble((name, "bold"), "  -")
-    parts = "  ".join(f"p{part} {seconds(value)}" for part, value in ((50, found.p50), (99, found.p99)))
-    return Text.assemble((name, "bold"), f"  {parts}")
+    p50, p99 = seconds(found.p50), seconds(found.p99)
+    if not wide:
+        return Text.assemble((name, "bold"), f" {p50}, p99 {p99}".replace(" ms", "ms").replace(" s", "s"))
+    return Text.assemble((name, "bold"), f"  p50 {p50}  p99 {p99}", ("  last minute", "dim"))
 
 
-def rates(window: admin_pb2.Window) -> Text:
-    """Format rates of the last minute."""
-    rates = f"  {window.tokens_per_s:,.0f} out, {window.prompt_tokens_per_s:,.0f} in  {window.requests_per_s:.3g} req/s"
-    return Text.assemble(("tokens/s", "bold"), rates)
+def rates(window: admin_pb2.Window, *, wide: bool) -> Text:
+    """Format rates of the last minute. A narrow text has at most 25 characters."""
+    out, requests = f"{window.tokens_per_s:,.0f}", f"{window.requests_per_s:.3g}"
+    if not wide:
+        return Text.assemble(("tok/s", "bold"), f" {out}, {requests} req/s")
+    text = f"  {out} out, {window.prompt_tokens_per_s:,.0f} in  {requests} req/s"
+    return Text.assemble(("tokens/s", "bold"), text, ("  last minute", "dim"))
 
 
-def first_line(text: str) -> str:
-    """Return the first line. `baton logs` shows the rest, such as a traceback."""
-    first, _, rest = text.partition("\n")
-    return f"{first} ..." if rest else first
+def folded(items: Sequence[admin_pb2.Happening]) -> list[admin_pb2.Happening]:
+    """Return events by time. Rejections with equal reasons, but for numbers, are one event at the time of the last."""
+    found: dict[str, admin_pb2.Happening] = {}
+    for number, item in enumerate(sorted(items, key=lambda item: item.time_s)):
+        text, times = _TIMES.sub("", item.text), _times(item)
+        key = _NUMBERS.sub("#", text) if item.kind == "refused" else str(number)
+        merged = admin_pb2.Happening()
+        merged.CopyFrom(item)
+        if (before := found.pop(key, None)) is not None:
+            times += _times(before)
+            merged.request_id = ""
+        merged.text = f"{text} ({times} times)" if times > 1 else text
+        found[key] = merged
+    return list(found.values())
+
+
+def _times(item: admin_pb2.Happening) -> int:
+    found = _TIMES.search(item.text)
+    return int(found[1]) if found else 1
 
 
 def happening(item: admin_pb2.Happening) -> Text:
     """Format an event as a line."""
     moment = time.strftime("%H:%M:%S", time.localtime(item.time_s))
     text = Text.assemble((f"{moment} ", "dim"), (f"{item.kind:<9} ", KIND_STYLES.get(item.kind, "green")))
-    names = [name for name in (item.worker_id, item.request_id) if name and name not in item.text]
+    names = [name for name in (item.worker_id, short_id(item.request_id)) if name and name not in item.text]
     return text.append("".join(f"{name} " for name in names), "bold").append(first_line(item.text))
 
 
 def control(report: admin_pb2.Control | None) -> Text:
-    """Format the plan and recent decisions, the newest first."""
+    """Format the plan, and the workers that deviate from it. Decisions are events."""
     if report is None:
         return Text("no controller: the roles were started by hand", "dim")
     plan = report.plan
@@ -206,9 +237,10 @@ def control(report: admin_pb2.Control | None) -> Text:
     text.append(f": {plan.reason}" if plan.reason else "", "dim")
     if report.outlook:
         text.append(f"\nautoscaler: {report.outlook}", "dim")
-    for decision in reversed(report.decisions):
-        text.append(f"\n{seconds(report.age_s + decision.age_s)} ago ", "dim")
-        text.append(f"{decision.kind} ", "cyan").append(first_line(decision.text))
+    for slot in report.slots:
+        if slot.state != "ready":
+            text.append(f"\n{slot.worker_id}: ", "bold").append(slot.state, "yellow")
+            text.append(f": {first_line(slot.note)}" if slot.note else "", "dim")
     return text
 
 

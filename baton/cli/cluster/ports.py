@@ -1,0 +1,49 @@
+"""Listeners of a cluster that cannot be opened, found before anything starts."""
+
+from __future__ import annotations
+
+import socket
+
+from baton.cluster.state_dir import running_clusters
+from baton.config import ClusterConfig
+from baton.config.values import split_address
+from baton.errors import ConfigError
+
+
+def check_ports(config: ClusterConfig) -> None:
+    """Raise ConfigError with the key of each router address that cannot be opened. A running cluster of this name is
+    left to the lock of its state folder, which has a better message.
+    """
+    if any(state.name == config.name for state in running_clusters()):
+        return
+    given = listeners(config)
+    found = {key: port_problem(address) or _used_twice(given, key) for key, address in given.items()}
+    advice = "choose another port, or 0 for any free one"
+    if problems := [f"{key}: {problem}; {advice}" for key, problem in found.items() if problem]:
+        raise ConfigError("\n".join(problems))
+
+
+def _used_twice(given: dict[str, str], key: str) -> str:
+    others = (other for other in given if other < key and given[other] == given[key] and given[key][-2:] != ":0")
+    return next((f"{given[key]} is also {other}" for other in others), "")
+
+
+def listeners(config: ClusterConfig) -> dict[str, str]:
+    """Return the router's addresses by key. Address: host:port, where port 0 means any free one."""
+    router = config.router
+    given = {"grpc": router.grpc, "admin": router.admin, "http": router.http, "metrics": router.metrics}
+    return {f"router.{name}": address for name, address in given.items() if address}
+
+
+def port_problem(address: str) -> str:
+    """Return why `address` (host:port) cannot be opened now, or ""."""
+    host, port = split_address(address)
+    if port == 0:
+        return ""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return f"cannot listen on {address}: {error.strerror}"
+    return ""

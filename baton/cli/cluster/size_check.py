@@ -1,0 +1,74 @@
+"""Pools on CPUs whose KV memory or ranks do not fit the model, found before anything starts.
+
+An estimate from config.json finds pools in doubt. Only for these the engine's rules are applied: their import is slow.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+from baton.config import ClusterConfig, PoolConfig
+from baton.core import KVLayout, Role
+from baton.model_hub import model_folder
+from baton.tokenizer import ORACLE_MODEL
+
+BLOCK = 16  # tokens, for `auto`
+
+
+def check_sizes(config: ClusterConfig, on_gpus: Collection[Role]) -> None:
+    """Raise ConfigError with the key of a pool that a worker would reject. The model must be downloaded."""
+    if config.model.path == ORACLE_MODEL:
+        return
+    folder = model_folder(config.model.path, weights=False)
+    for role, pool in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode)):
+        if pool.replicas and role not in on_gpus and (pool.tensor_parallel > 1 or _in_doubt(config, pool, folder)):
+            _check(config, role, pool, folder)
+
+
+def _in_doubt(config: ClusterConfig, pool: PoolConfig, folder: Path) -> bool:
+    """Whether `kv_memory` may be too small, by an estimate that holds for plain decoders."""
+    if pool.kv_memory == "auto":
+        return False
+    try:
+        fields = json.loads((folder / "config.json").read_bytes())
+        heads = fields["num_attention_heads"]
+        sizes = heads if (kv := fields.get("num_key_value_heads")) is None else kv, fields["hidden_size"] // heads
+        layout = _layout(config, pool, fields["num_hidden_layers"], sizes[0], fields.get("head_dim") or sizes[1])
+        length = config.model.max_model_len
+        return bool(pool.kv_memory < layout.blocks_for(1 if length == "auto" else length) * layout.block_bytes)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, ZeroDivisionError):
+        return False  # an unusual config.json, which the worker reads by its own rules
+
+
+def _layout(config: ClusterConfig, pool: PoolConfig, layers: int, heads: int, head_dim: int, *tensors: str) -> KVLayout:
+    """Return the layout with the smallest dtype that the config allows. `auto` may become bfloat16."""
+    model, block = config.model, BLOCK if pool.block_size == "auto" else pool.block_size
+    dtype = model.kv_dtype if model.kv_dtype != "auto" else model.dtype
+    return KVLayout(layers, heads, head_dim, block, "bfloat16" if dtype == "auto" else dtype, tensors or ("k", "v"))
+
+
+def _check(config: ClusterConfig, role: Role, pool: PoolConfig, folder: Path) -> None:
+    import torch
+
+    from baton.engine.kv_cache import size_kv
+    from baton.engine.models.config import read_config
+    from baton.engine.tp.sharding import divided
+    from baton.worker.engine_factory import served_by
+    from baton.worker.settings import from_config
+
+    if served_by(from_config(config, role, "check")):
+        return  # transformers has its own rules
+    model, ranks, length = read_config(folder), pool.tensor_parallel, config.model.max_model_len
+    if ranks > 1:
+        divided(model, ranks, f"{role.value}.tensor_parallel", config.model.quantize)
+    size_kv(
+        _layout(config, pool, model.layers, model.kv_heads, model.head_dim, *model.kv_tensors),
+        kv_memory=pool.kv_memory,
+        max_model_len=length,
+        model_max_len=2 if length == "auto" else max(length, 2),
+        device=torch.device("cpu"),
+        ranks=ranks,
+        key=f"{role.value}.kv_memory",
+    )
