@@ -31,10 +31,11 @@ _MOST_BYTES = {"json_schema": MAX_SCHEMA_BYTES, "regex": MAX_REGEX_BYTES}
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """The format of a whole answer: a JSON schema, a regular expression, or a choice of texts."""
+    """The format of an answer: a JSON schema, a regular expression, or a choice of texts."""
 
     kind: Kind
     texts: tuple[str, ...]
+    after: tuple[str, ...] = ()  # if set, a free text up to one of these marks comes first
 
     def __post_init__(self) -> None:
         size, most = sum(len(text.encode()) for text in self.texts), _MOST_BYTES.get(self.kind, 0)

@@ -7,7 +7,8 @@ constraint. No torch: the router uses this to reject constraints that a worker c
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from functools import cached_property, lru_cache
 from math import lcm
@@ -35,6 +36,7 @@ _MAX_PLACES = 20
 _NO_SCHEMAS = frozenset({"$defs", "definitions", "const", "enum", "default", "examples"})
 _NAMED_SCHEMAS = frozenset({"properties", "patternProperties"})
 _PATTERN_KEYS = frozenset({"pattern", "format"})
+_IN_SLASHES = re.compile(r"\\.|[/\n]", re.DOTALL)
 _BASE_KEYS = frozenset({"$id", "id"})  # with these, references do not start at the root
 
 
@@ -97,7 +99,11 @@ class Grammars:
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(verbose_errors=False)  # errors are logged; requested text never is
-        matcher = LLMatcher(self._tokenizer, _grammar(constraint), log_level=0, limits=limits)
+        grammar = _grammar(constraint)
+        if constraint.after:
+            marks = {mark: self._source.token_id(mark) for mark in constraint.after}
+            grammar = LLMatcher.grammar_from_lark(_after_free_text(constraint, marks))
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise constraint.refused(_reason(matcher.get_error()))
         first = self._guide(matcher)
@@ -155,6 +161,28 @@ def _grammar(constraint: Constraint) -> str:
         return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": _WHITESPACE})
     except ValueError as error:
         raise constraint.refused(_reason(str(error))) from None
+
+
+def _after_free_text(constraint: Constraint, marks: Mapping[str, int | None]) -> str:
+    """Return a grammar of a free text up to one of `marks`, each a token or else a text, and then the answer."""
+    free = " | ".join(f"free{at}" for at in range(len(marks)))
+    lines = [f"start: ({free}) WS answer", r"WS: /\s{0,4}/", "FREE: /(?s:.*)/"]
+    for at, (mark, token_id) in enumerate(marks.items()):
+        text = f"free{at}[suffix={json.dumps(mark)}]: FREE"
+        lines.append(text if token_id is None else f"free{at}: FREE <[{token_id}]>")
+    if constraint.kind == "choices":
+        answer = " | ".join(map(json.dumps, constraint.texts))
+    elif constraint.kind == "regex":
+        answer = f"/{_IN_SLASHES.sub(_in_slashes, constraint.texts[0])}/"
+    else:
+        schema = json.loads(constraint.texts[0])
+        shape = {"whitespace_pattern": _WHITESPACE} | schema.get("x-guidance", {})
+        answer = "%json " + json.dumps(schema | {"x-guidance": shape})
+    return "\n".join([*lines, f"answer: {answer}"])
+
+
+def _in_slashes(found: re.Match[str]) -> str:
+    return {"/": r"\/", "\n": r"\n"}.get(found[0], found[0])
 
 
 def _common_multiple(schema: object) -> int:

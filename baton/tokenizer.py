@@ -10,7 +10,7 @@ import string
 import subprocess
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Protocol
@@ -31,6 +31,16 @@ _FEW = 1024  # ids that may be decoded while other threads wait
 _SPELLINGS = 1 << 16  # cached texts of short token sequences; the context of a stream is mostly one token
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+# Special tokens that have a text in streams, because they mark reasoning and calls.
+_MARKS = frozenset(
+    ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]", "<think>", "</think>", "<tool_call>", "</tool_call>",
+     "<|tool_call|>", "<|python_tag|>", "<|python_start|>", "<|python_end|>", "<arg_key>", "</arg_key>", "<arg_value>",
+     "</arg_value>", "<seed:think>", "</seed:think>",
+     *(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")),
+     *(f"<|tool_call{name}|>" for name in ("s_section_begin", "s_section_end", "_begin", "_end", "_argument_begin")))
+)  # fmt: skip
+_HARMONY = "<|channel|>"
+_HARMONY_MARKS = frozenset((_HARMONY, "<|start|>", "<|end|>", "<|message|>", "<|constrain|>"))
 # Files with a tokenizer, the best first. `transformers` converts the others.
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json")
 _CONVERT = "from transformers import AutoTokenizer as A; A.from_pretrained({0!r}).save_pretrained({0!r})"
@@ -74,13 +84,17 @@ class Tokenizer(ABC):
     def vocabulary(self) -> str | list[bytes]:
         """Return the spelling of each token: its bytes by id, or the text of a tokenizer.json."""
 
+    def token_id(self, text: str) -> int | None:
+        """Return the id of the token that is written as `text`, such as `</think>`."""
+        return None
+
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`. Special tokens have no text; bytes that are not UTF-8 become U+FFFD."""
 
     @abstractmethod
     def stream(self, prompt: Sequence[int]) -> Detokenizer:
-        """Return a detokenizer for the tokens after `prompt`."""
+        """Return a detokenizer for the tokens after `prompt`. Marks of reasoning and calls have a text."""
 
 
 def load_tokenizer(model_path: Path | str) -> Tokenizer:
@@ -140,6 +154,9 @@ class _FolderTokenizer(Tokenizer):
         self._spelling = lru_cache(_SPELLINGS)(self.decode)
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        marks = _MARKS | (_HARMONY_MARKS if self.token_id(_HARMONY) is not None else frozenset())
+        special = {token_id: token.content for token_id, token in added.items() if token.special}
+        self._marks = {i: text for i, text in special.items() if text in marks and i not in self.eos_ids}
         bytewise = self._tokenizer.token_to_id("<0x00>") is not None
         self._errors = "surrogateescape" if bytewise else "replace"
 
@@ -155,6 +172,10 @@ class _FolderTokenizer(Tokenizer):
         ids: list[int] = found.ids
         return ids
 
+    def token_id(self, text: str) -> int | None:
+        found: int | None = self._tokenizer.token_to_id(text)
+        return found
+
     def vocabulary(self) -> str:
         return str(self._tokenizer.to_str())
 
@@ -168,7 +189,9 @@ class _FolderTokenizer(Tokenizer):
 
     def stream(self, prompt: Sequence[int]) -> Detokenizer:
         last = next((token_id for token_id in reversed(prompt) if not self._is_silent(token_id)), None)
-        return _ContextStream(self._spelling, self._bytes, self._is_silent, self._letter, last, self._errors)
+        stream = _ContextStream(self._spelling, self._bytes, self._is_silent, self._letter, last, self._errors)
+        stream.marks = self._marks
+        return stream
 
     def _is_silent(self, token_id: int) -> bool:
         return token_id in self._special or self._tokenizer.id_to_token(token_id) is None
@@ -218,12 +241,15 @@ class _ContextStream:
         errors: str,
     ) -> None:
         self._spelling, self._bytes_of, self._silent, self._letter = spelling, bytes_of, silent, letter
+        self.marks: Mapping[int, str] = {}  # silent tokens that have a text nevertheless
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
         self._context: tuple[int, ...] = () if last is None else (last,)
         if _INCOMPLETE in spelling(self._context):
             self._context = letter
 
     def push(self, token_id: int) -> str:
+        if mark := self.marks.get(token_id):
+            return self.flush() + mark
         if self._silent(token_id):
             return ""
         piece = self._spelling((*self._context, token_id))[len(self._spelling(self._context)) :]

@@ -74,6 +74,8 @@ class RouterSettings:
     trace_sample: float = 1.0  # exported share of traces, if the caller does not decide
     aliases: tuple[str, ...] = ()  # other names of the model that clients may use
     generation_defaults: bool = True  # whether generation_config.json sets the defaults of sampling
+    tool_parser: str = "auto"  # a form of `router.parsing.model_forms`, or none
+    reasoning_parser: str = "auto"
 
 
 def _exporter(settings: RouterSettings) -> Exporter | None:

@@ -44,6 +44,8 @@ class Inference(InferenceServicer):
             resumable_s=settings.resumable_s,
             aliases=settings.aliases,
             defaults=sampling_defaults(tokenizer) if settings.generation_defaults else None,
+            tool_parser=settings.tool_parser,
+            reasoning_parser=settings.reasoning_parser,
         )
         self._concurrency, self._texts = Concurrency(), Concurrency()
         self._stall = StallTimeout(settings.client_stall_s)
@@ -157,7 +159,8 @@ class Inference(InferenceServicer):
             id=self._settings.model,
             max_model_len=pool.max_model_len() or 0,
             vocab_size=parser.tokenizer.vocab_size,
-            tool_form=parser.chats.tool_form,
+            tool_form=parser.tool_form,
+            reasoning_form=parser.reasoning_form,
             thinking_chunk=pool.thinking_chunk() or 0,
             aliases=self._settings.aliases,
             defaults=parser.defaults if parser.defaults.ListFields() else None,

@@ -352,6 +352,24 @@ class RouterConfig(Section):
         default="refuse",
         description="fields of HTTP requests that are unknown or not supported; ignored ones have no effect",
     )
+    tool_parser: Literal[
+        "auto",
+        "none",
+        "deepseek",
+        "glm",
+        "granite",
+        "harmony",
+        "hermes",
+        "json",
+        "kimi",
+        "llama",
+        "mistral",
+        "pythonic",
+        "qwen3_coder",
+    ] = Field(default="auto", description="form of tool calls in answers; auto means that of the chat template")
+    reasoning_parser: Literal["auto", "none", "granite", "harmony", "magistral", "seed", "think"] = Field(
+        default="auto", description="form of reasoning in answers; auto means that of the chat template or its tokens"
+    )
     metrics: Address = Field(default="127.0.0.1:9100", description="address for Prometheus")
     admin: Address = Field(default="127.0.0.1:0", description="address for operators: baton status, scale, drain")
     advertise: Host | None = Field(default=None, description="host that is reported for listeners on all addresses")

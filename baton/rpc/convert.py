@@ -49,8 +49,8 @@ def constraint_to_pb(value: Constraint | None) -> inference.Constraint | None:
     if value is None:
         return None
     if value.kind == "choices":
-        return inference.Constraint(choices=inference.Choices(texts=value.texts))
-    return inference.Constraint(**{value.kind: value.texts[0]})  # type: ignore[arg-type]
+        return inference.Constraint(choices=inference.Choices(texts=value.texts), after=value.after)
+    return inference.Constraint(**{value.kind: value.texts[0]}, after=value.after)  # type: ignore[arg-type]
 
 
 def constraint_from_pb(message: inference.Constraint) -> Constraint:
@@ -59,8 +59,9 @@ def constraint_from_pb(message: inference.Constraint) -> Constraint:
     if kind is None:
         raise InvalidRequest.of("constraint", "one of json_schema, regex and choices must be set")
     if kind == "choices":
-        return Constraint(kind, tuple(message.choices.texts))
-    return Constraint(kind, (message.json_schema if kind == "json_schema" else message.regex,))
+        return Constraint(kind, tuple(message.choices.texts), tuple(message.after))
+    text = message.json_schema if kind == "json_schema" else message.regex
+    return Constraint(kind, (text,), tuple(message.after))
 
 
 _REASONS = {reason: common.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}

@@ -1,17 +1,19 @@
-"""Formats of the choices of an answer: completions, chat, and chat with tool calls."""
+"""Formats of the choices of an answer: completions, and chat with reasoning and tool calls."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from router.openai.tool_calls import Call, CallReader, Part
+from router.openai.errors import Json
+from router.openai.formats.answer import ReadAnswer, reader_of, whole
+from router.openai.formats.calls import Tools
+from router.openai.formats.text import Arguments, Call, Part, Reasoning, Source
 from router.openai.upstream import Scored, bytes_of
-
-Json = dict[str, Any]
 
 
 class CompletionFormat:
@@ -21,9 +23,15 @@ class CompletionFormat:
     `request_id` always gives the same choices, so that a stream can be resumed.
     """
 
-    request_id = ""
+    request_id, opened, reasons = "", False, False
 
     prefix, whole, chunk = "cmpl-", "text_completion", "text_completion"  # of the answer's id; names of the objects
+
+    def in_thought(self, index: int) -> bool:
+        return False
+
+    def read(self, index: int, text: str) -> None:
+        pass
 
     def choice(self, index: int, text: str, scored: Sequence[Scored] | None, reason: str) -> Json:
         return _text_choice(index, text, scored, 0, reason)
@@ -64,28 +72,118 @@ def _best(top: Sequence[tuple[str, float]]) -> dict[str, float]:
     return best
 
 
-class ChatFormat:
-    """Choices of `chat.completion` objects and chunks, without tool calls. See `CompletionFormat`."""
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the text of a model is read: its forms of reasoning and of calls, and the functions that it may call."""
 
-    request_id = ""
+    reasoning: str = ""
+    form: str = ""
+    tools: Tools = field(default_factory=dict)
+    parallel: bool = True  # otherwise only the first call counts
+
+
+class ChatFormat:
+    """Choices of `chat.completion` objects and chunks. See `CompletionFormat`. `opened` is set if the prompt ends in a
+    thought.
+    """
+
+    request_id, opened = "", False
 
     prefix, whole, chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
+    def __init__(self, reading: Reading | None = None) -> None:
+        self._reading = reading or Reading()
+        self.reasons = bool(self._reading.reasoning)
+        self._plain = not self.reasons and not self._reading.tools
+        self._readers: dict[int, Source] = {}  # by choice
+        self._parts = defaultdict[int, list[Part]](list)  # of answers that are not streamed
+        self._counts: Counter[int] = Counter()  # calls of each choice
+
+    def in_thought(self, index: int) -> bool:
+        return not self._plain and self._reader(index).thinking
+
+    def read(self, index: int, text: str) -> None:
+        """Read a piece of an answer that is not streamed."""
+        if not self._plain:
+            self._parts[index] += self._reader(index).feed(text)
+
     def choice(self, index: int, text: str, scored: Sequence[Scored] | None, reason: str) -> Json:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": _chat_logprobs(scored), "finish_reason": reason}
+        found = ReadAnswer(content=text)
+        if not self._plain:
+            found = whole([*self._parts[index], *self._reader(index).end()])
+        message: Json = {"role": "assistant", "content": found.content, "refusal": None}
+        if found.reasoning:
+            message |= _reasoning(found.reasoning)
+        calls = found.calls if self._reading.parallel else found.calls[:1]
+        if calls:
+            shown = [self._call(call, arguments, f"{index} {at}") for at, (call, arguments) in enumerate(calls)]
+            message |= {"content": found.content or None, "tool_calls": shown}
+        logprobs, finish = _chat_logprobs(scored), _reason(reason, len(calls))
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish}
 
     def opening(self, index: int) -> Json | None:
         return _delta(index, {"role": "assistant", "content": ""})
 
     def piece(self, index: int, text: str, scored: Sequence[Scored] | None, offset: int) -> list[Json]:
-        return [_delta(index, {"content": text}) | {"logprobs": _chat_logprobs(scored)}]
+        """Return deltas for text and calls as soon as they are certain."""
+        parts = [text] if self._plain else self._reader(index).feed(text)
+        deltas = self._deltas(index, parts)
+        if not scored:
+            return deltas
+        deltas = deltas or [_delta(index, {"content": ""})]
+        return [deltas[0] | {"logprobs": _chat_logprobs(scored)}, *deltas[1:]]
 
     def thought(self, index: int, thought: Json) -> Json:
         return _delta(index, {"thoughts": [thought]})
 
     def ending(self, index: int, reason: str) -> list[Json]:
-        return [_delta(index, {}) | {"finish_reason": reason}]
+        deltas = [] if self._plain else self._deltas(index, self._reader(index).end())
+        return [*deltas, _delta(index, {}) | {"finish_reason": _reason(reason, self._counts[index])}]
+
+    def _reader(self, index: int) -> Source:
+        if index not in self._readers:
+            reading = self._reading
+            self._readers[index] = reader_of(reading.reasoning, reading.form, reading.tools, opened=self.opened)
+        return self._readers[index]
+
+    def _deltas(self, index: int, parts: Sequence[Part]) -> list[Json]:
+        found = list[Json]()
+        for part in parts:
+            if (added := self._added(index, part)) is None:
+                continue
+            if isinstance(part, Arguments) and found and "id" in found[-1].get("tool_calls", ({},))[0]:
+                found[-1]["tool_calls"][0]["function"]["arguments"] = part.text
+            else:
+                found.append(added)
+        return [_delta(index, added) for added in found]
+
+    def _added(self, index: int, part: Part) -> Json | None:
+        """Return the content of a delta for `part`, or None if it belongs to a call that does not count."""
+        if isinstance(part, str):
+            return {"content": part}
+        if isinstance(part, Reasoning):
+            return _reasoning(part.text)
+        self._counts[index] += isinstance(part, Call)
+        place = self._counts[index] - 1
+        if place and not self._reading.parallel:
+            return None
+        if isinstance(part, Call):
+            return {"tool_calls": [{"index": place, **self._call(part, "", f"{index} {place}")}]}
+        return {"tool_calls": [{"index": place, "function": {"arguments": part.text}}]}
+
+    def _call(self, call: Call, arguments: str, place: str) -> Json:
+        name = blake2b(f"{self.request_id} {place}".encode(), digest_size=16).hexdigest()
+        # Mistral's templates accept exactly nine letters and digits.
+        name = call.id or (name[:9] if self._reading.form == "mistral" else f"call_{name[:24]}")
+        return {"id": name, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _reasoning(text: str) -> Json:
+    return {"reasoning_content": text, "reasoning": text}  # the older and the newer name of vLLM
+
+
+def _reason(reason: str, calls: int) -> str:
+    return "tool_calls" if calls and reason == "stop" else reason
 
 
 def _delta(index: int, added: Json) -> Json:
@@ -104,66 +202,6 @@ def _chat_logprobs(scored: Sequence[Scored] | None) -> Json | None:
 
 def _entry(text: str, logprob: float) -> Json:
     return {"token": text, "logprob": logprob, "bytes": bytes_of(text)}
-
-
-class ToolFormat(ChatFormat):
-    """Chat choices with tool calls. `form` is the model's call syntax, `names` are the offered functions."""
-
-    def __init__(self, form: str, names: Collection[str], *, parallel: bool) -> None:
-        self._form, self._names, self._parallel = form, names, parallel
-        self._readers: dict[int, CallReader] = {}  # by choice
-        self._counts: Counter[int] = Counter()  # calls of each choice
-
-    def choice(self, index: int, text: str, scored: Sequence[Scored] | None, reason: str) -> Json:
-        reader = CallReader(self._form, self._names)
-        parts = [*reader.feed(text), *reader.end()]
-        content = "".join(part for part in parts if isinstance(part, str))
-        calls = self._shown(index, [part for part in parts if isinstance(part, Call)], 0)
-        choice = super().choice(index, content, scored, _reason(reason, len(calls)))
-        if calls:
-            choice["message"] |= {"content": content or None, "tool_calls": calls}
-        return choice
-
-    def piece(self, index: int, text: str, scored: Sequence[Scored] | None, offset: int) -> list[Json]:
-        """Return deltas for confirmed text and complete calls; text that may become a call is held back."""
-        deltas = self._deltas(index, self._reader(index).feed(text))
-        if not scored:
-            return deltas
-        deltas = deltas or [_delta(index, {"content": ""})]
-        return [deltas[0] | {"logprobs": _chat_logprobs(scored)}, *deltas[1:]]
-
-    def ending(self, index: int, reason: str) -> list[Json]:
-        deltas = self._deltas(index, self._reader(index).end())
-        return [*deltas, *super().ending(index, _reason(reason, self._counts[index]))]
-
-    def _reader(self, index: int) -> CallReader:
-        return self._readers.setdefault(index, CallReader(self._form, self._names))
-
-    def _deltas(self, index: int, parts: Sequence[Part]) -> list[Json]:
-        deltas = []
-        for part in parts:
-            if isinstance(part, str):
-                deltas.append(_delta(index, {"content": part}))
-                continue
-            for call in self._shown(index, [part], self._counts[index]):
-                deltas.append(_delta(index, {"tool_calls": [{"index": self._counts[index], **call}]}))
-                self._counts[index] += 1
-        return deltas
-
-    def _shown(self, index: int, calls: Sequence[Call], before: int) -> list[Json]:
-        """Return the calls as JSON; without `parallel` only the first of the choice, which has `before` calls."""
-        most = len(calls) if self._parallel else 1 - before
-        return [self._call(call, f"{index} {before + at}") for at, call in enumerate(calls[: max(0, most)])]
-
-    def _call(self, call: Call, place: str) -> Json:
-        name = blake2b(f"{self.request_id} {place}".encode(), digest_size=16).hexdigest()
-        # Mistral's templates accept exactly nine letters and digits.
-        name = name[:9] if self._form == "mistral" else f"call_{name[:24]}"
-        return {"id": name, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
-def _reason(reason: str, calls: int) -> str:
-    return "tool_calls" if calls and reason == "stop" else reason
 
 
 ChoiceFormat: TypeAlias = CompletionFormat | ChatFormat

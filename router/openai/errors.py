@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import orjson
 from starlette.responses import Response
@@ -13,6 +14,7 @@ from baton import errors
 from baton.errors import TOO_LONG, BatonError, InvalidRequest, Overloaded, Violation
 
 JSON = "application/json"
+Json: TypeAlias = dict[str, Any]
 UNKNOWN, UNSUPPORTED = "unknown field", "not supported"
 
 # class: status, type, code

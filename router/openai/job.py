@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import orjson
 
@@ -16,9 +16,11 @@ from baton.errors import InvalidRequest, Violation
 from baton.limits import MAX_HTTP_COUNTS
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
-from router.openai.choices import ChatFormat, ChoiceFormat, CompletionFormat, Json, ToolFormat
+from router.openai.choices import ChatFormat, ChoiceFormat, CompletionFormat, Reading
+from router.openai.errors import Json
+from router.openai.formats.forced import forced_schema
+from router.openai.formats.wire import AnswerWire
 from router.openai.schema import ChatBody, Common, CompletionBody, Message, Prompt, StreamOptions, TokenizeBody, Tool
-from router.openai.tool_calls import forced_schema
 from router.openai.upstream import EventId, Rename, wrong_id
 
 _SAMPLING = frozenset(common_pb2.Sampling.DESCRIPTOR.fields_by_name) - {"max_tokens", "top_k", "seed", "logit_bias"}
@@ -39,11 +41,12 @@ class Job:
     running_usage: bool  # also in each earlier chunk, of its choice so far
     logprobs: bool
     thoughts: bool
+    wire: AnswerWire = field(default_factory=AnswerWire)
 
     @property
     def has_ids(self) -> bool:
         """Whether events have ids, which list all calls."""
-        return self.stream and self.slots <= MAX_HTTP_COUNTS
+        return self.stream and self.wire.resumable and self.slots <= MAX_HTTP_COUNTS
 
     @property
     def slots(self) -> int:
@@ -68,8 +71,8 @@ def event_id(job: Job, value: str) -> EventId:
     raise InvalidRequest(wrong_id(value, allowed))
 
 
-def chat_job(body: ChatBody, tool_form: str = "") -> Job:
-    """Return the call for a chat body. `tool_form` is the model's tool-call syntax. Raises InvalidRequest."""
+def chat_job(body: ChatBody, tool_form: str = "", reasoning_form: str = "") -> Job:
+    """Return the call for a chat body. `tool_form` and `reasoning_form` are the model's. Raises InvalidRequest."""
     given = body.max_completion_tokens is not None
     request = _base_request(body, body.max_completion_tokens if given else body.max_tokens)
     request.chat.CopyFrom(_chat(body.messages, body.offered, body.chat_template_kwargs, body.add_generation_prompt))
@@ -80,9 +83,9 @@ def chat_job(body: ChatBody, tool_form: str = "") -> Job:
     if body.logprobs:
         request.logprobs = body.top_logprobs or 0
     names = _names("max_completion_tokens" if given else "max_tokens", _constrained_by(body))
-    functions = [tool.function.name for tool in body.offered]
-    parallel = body.parallel_tool_calls is not False
-    shown = ToolFormat(tool_form, functions, parallel=parallel) if functions else ChatFormat()
+    read = body.offered if tool_form != "none" or body.forced else []
+    tools = {tool.function.name: tool.function.parameters or {} for tool in read}
+    shown = ChatFormat(Reading(reasoning_form, tool_form, tools, body.parallel_tool_calls is not False))
     return _job(body, [request], shown, lambda _, field: _http_name(field, names), logprobs=bool(body.logprobs))
 
 
@@ -230,6 +233,8 @@ def _turn(message: Message, name: str | None) -> pb.ChatMessage:
     role = "system" if message.role == "developer" else message.role  # templates use the older name
     own = message.name if message.name is not None else name
     turn = pb.ChatMessage(role=role, content=message.content, name=own, tool_call_id=message.tool_call_id)
+    if (reasoning := message.reasoning_content or message.reasoning) is not None:
+        turn.reasoning = reasoning
     for call in message.tool_calls or ():
         turn.tool_calls.add(id=call.id, name=call.function.name, arguments=call.function.arguments)
     return turn

@@ -104,14 +104,21 @@ def checked(data: bytes, kind: type[B], *, ignores_unknown: bool = False) -> B:
     refused = [name for name in tree if name in neutral and not _requests_nothing(tree[name], neutral[name])]
     violations = [Violation(name, f"{UNSUPPORTED} by this server") for name in refused if not ignores_unknown]
     tree = {name: value for name, value in tree.items() if name not in neutral}
-    try:
-        body = kind.model_validate(tree, extra="ignore" if ignores_unknown else None)
-    except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False)[:_NAMED]
-        raise InvalidRequest(*violations, *(_violation(each, kind) for each in found)) from None
+    body = validated(tree, kind, violations, ignores_unknown=ignores_unknown)
     if violations:
         raise InvalidRequest(*violations)
     return body
+
+
+def validated(
+    tree: Mapping[str, Any], kind: type[B], violations: Sequence[Violation] = (), *, ignores_unknown: bool = False
+) -> B:
+    """Return the body that `tree` holds. Raises InvalidRequest with its mistakes, after `violations`."""
+    try:
+        return kind.model_validate(tree, extra="ignore" if ignores_unknown else None)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False)[:_NAMED]
+        raise InvalidRequest(*violations, *(_violation(each, kind) for each in found)) from None
 
 
 async def _bytes(request: Request, limit: int) -> bytes:

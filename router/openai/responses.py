@@ -7,7 +7,7 @@ import re
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -27,13 +27,11 @@ from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.stages import Stage, timings_of
 from router.audit_digest import joined
-from router.openai.choices import Json
-from router.openai.errors import JSON, problem_of
+from router.openai.errors import JSON, Json, problem_of
 from router.openai.job import Job
 from router.openai.upstream import EventId, Metadata, Scored, Streams, TokenTexts
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
-_DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE = b": waiting\n\n"
 _DAY = 86_400  # s
 _REFUSALS = (
@@ -179,6 +177,7 @@ class Answer:
         self._id = ""
         self._fingerprints: dict[int, str] = {}  # by call
         self._digests = [""] * len(job.requests)
+        self._reasoned = 0  # tokens
 
     async def whole(self, streams: Streams) -> bytes:
         """Return the answer as one JSON object. Raises BatonError."""
@@ -186,6 +185,8 @@ class Answer:
             for piece in pieces:
                 choice = self._choices[piece.index]
                 choice.text.append(piece.text)
+                with self._reading(piece):
+                    self.job.format.read(piece.index, piece.text)
                 choice.scored.extend(piece.scored or ())
                 choice.thoughts += [piece.thought] if piece.thought else []
         choices = []
@@ -193,7 +194,8 @@ class Answer:
             scored = choice.scored if self.job.logprobs else None
             shown = self.job.format.choice(index, "".join(choice.text), scored, choice.reason)
             choices.append(shown | ({"thoughts": choice.thoughts} if self.job.thoughts else {}))
-        return orjson.dumps(self._object(self.job.format.whole, choices) | self._account())
+        answer = self._object(self.job.format.whole, choices) | self._account()
+        return orjson.dumps(self.job.wire.whole(answer))
 
     async def events(self, streams: Streams, keep_alive_s: float) -> AsyncGenerator[bytes]:
         """Yield server-sent events; a comment after `keep_alive_s` seconds of silence. Raises BatonError."""
@@ -209,7 +211,8 @@ class Answer:
                 yield events
         if self.job.usage and (usage := self._numbered(-1, self._event([], **self._account()))):
             yield usage
-        yield self._numbered(-1, _DONE) or _DONE
+        done = self.job.wire.done()
+        yield self._numbered(-1, done) or done
 
     def _in_turn(self, piece: _Piece) -> Iterator[bytes]:
         for found in [piece] if self._turns is None else self._turns.ordered(piece):
@@ -241,10 +244,10 @@ class Answer:
         opening = None if choice.opened else form.opening(index)
         found = [(slot, self._event([opening], usage=self._so_far(index)))] if opening else []
         choice.opened = True
-        choice.tokens = piece.tokens or choice.tokens
-        if piece.text or piece.scored:
-            choices += form.piece(index, piece.text, piece.scored, choice.offset)
-            choice.offset += sum(len(each.text) for each in piece.scored or ())
+        with self._reading(piece):
+            shown = form.piece(index, piece.text, piece.scored, choice.offset) if piece.text or piece.scored else []
+        choices += shown
+        choice.offset += sum(len(each.text) for each in piece.scored or ())
         if piece.reason:
             choices += form.ending(index, piece.reason)
         found += [(slot, self._event([each], usage=self._so_far(index))) for each in choices]
@@ -252,6 +255,16 @@ class Answer:
             thought = self._event([form.thought(index, piece.thought)], usage=self._so_far(index))
             found.append((slot + 1, thought))
         return found
+
+    @contextmanager
+    def _reading(self, piece: _Piece) -> Iterator[None]:
+        """Count the tokens of `piece`, which the block reads: as reasoning if it is a part of a thought."""
+        form, choice = self.job.format, self._choices[piece.index]
+        before, known = form.in_thought(piece.index), choice.tokens
+        yield
+        choice.tokens = piece.tokens or known
+        if before or form.in_thought(piece.index):
+            self._reasoned += choice.tokens - known
 
     async def _pieces(self, streams: Streams, keep_alive_s: float | None) -> AsyncIterator[list[_Piece]]:
         """Yield the pieces of each message; none after `keep_alive_s` of silence. Raises BatonError, also for an answer
@@ -284,6 +297,7 @@ class Answer:
             case "accepted":
                 self._prompts[number] = event.accepted.prompt_tokens
                 self._fingerprints[number] = event.accepted.system_fingerprint
+                self.job.format.opened = event.accepted.in_thought
             case "tokens":
                 return await self._tokens(self._index(number, event.tokens.choice), event.tokens)
             case "thought":
@@ -295,6 +309,7 @@ class Answer:
                 reason = "length" if event.finished.reason == common_pb2.FINISH_REASON_LENGTH else "stop"
                 choice = self._choices[index]
                 choice.reason, choice.recorded = reason, bool(choice.recorded)
+                self.job.wire.matched_stop = _stop_string(event.finished)
                 return [_Piece(index, reason=reason)]
             case "completed":
                 self._spend(event.completed.usage)
@@ -336,6 +351,8 @@ class Answer:
         """Return token usage, and the stage times in seconds of the longest call."""
         usage = _counted(self._usage.prompt_tokens, self._usage.completion_tokens)
         usage["prompt_tokens_details"] = {"cached_tokens": self._usage.cached_tokens}
+        if self.job.format.reasons:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self._reasoned}
         if audit := joined(self._digests):
             usage["audit_digest"] = audit
         if self._usage.thinking_tokens:
@@ -352,7 +369,7 @@ class Answer:
         chunk = self._object(self.job.format.chunk, choices)
         if self.job.usage:
             chunk |= account
-        return b"data: " + orjson.dumps(chunk) + b"\n\n"
+        return self.job.wire.event(chunk)
 
     def _object(self, kind: str, choices: list[Json]) -> Json:
         name = self.job.format.prefix + self._id
@@ -361,6 +378,10 @@ class Answer:
         if len(fingerprints) == 1 and all(fingerprints):
             found["system_fingerprint"] = fingerprints.pop()
         return found
+
+
+def _stop_string(finished: pb.Finished) -> str:
+    return finished.matched_stop if finished.reason == common_pb2.FINISH_REASON_STOP_STRING else ""
 
 
 def _counted(prompt: int, completion: int) -> Json:
@@ -403,7 +424,7 @@ class AnswerResponse(Response):
         try:
             await run_until_disconnect(receive, self._run(scope, receive, send))
         except BatonError as error:
-            problem = problem_of(error)
+            problem = self._answer.job.wire.problem(problem_of(error))
             await Response(problem.body(), problem.status, problem.headers | self._named(), JSON)(scope, receive, send)
         finally:
             self._streams.leave()
@@ -441,7 +462,8 @@ class AnswerResponse(Response):
             if not writer.started:
                 raise
             self._answer.measured.failed(error)
-            await writer.write(b"data: " + problem_of(error).body() + b"\n\n")
+            wire = self._answer.job.wire
+            await writer.write(wire.failed(wire.problem(problem_of(error))))
 
 
 async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

@@ -268,6 +268,8 @@ class Message(Body):
     annotations: list[None] | None = None
     audio: None = None
     function_call: None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: Annotated[str | None, Field(validate_default=True)] = None
 

@@ -35,11 +35,13 @@ from baton.rpc.channel import Wire, from_here
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.tracing.trace import TRACEPARENT
 from router.dashboard.app import LiveData, LivePaths
-from router.openai.choices import Json
 from router.openai.connections import BoundedProtocol, TlsListener
-from router.openai.errors import JSON, HttpError, http_problem, problem_of
+from router.openai.errors import JSON, HttpError, Json, Problem, http_problem, problem_of
 from router.openai.guard import guarded
 from router.openai.job import TOKENIZED, Job, chat_job, completion_job, event_id, http_names, tokenize_call
+from router.openai.messages_api.answer import MessagesProblem
+from router.openai.messages_api.chat import count_body, messages_job
+from router.openai.messages_api.schema import CountBody, MessagesBody
 from router.openai.parsing import B, read_body
 from router.openai.responses import Answer, AnswerResponse, RequestMetrics
 from router.openai.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -54,6 +56,7 @@ from router.openai.upstream import (
     metadata_of,
 )
 
+_MESSAGES = "/v1/messages"
 _PLAIN = "text/plain; charset=utf-8"
 _KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that the client closes first and loses no request
 _BACKLOG = 2048
@@ -100,6 +103,8 @@ class Gateway:
             Route("/ping", self.health, methods=["GET", "POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route(_MESSAGES, self.messages, methods=["POST"]),
+            Route(f"{_MESSAGES}/count_tokens", self.count_tokens, methods=["POST"]),
             Route("/health", self.health),
             Route("/ready", self.ready),
             Route("/metrics", self.metrics),
@@ -122,10 +127,26 @@ class Gateway:
             self._waiting.check()
             body = await self._read(request, ChatBody)
             with self._waiting.entered() as leave:
-                asks = body.offered or not body.model
-                served = await self._served.get(_metadata(request)) if asks else pb.Model()
-                job = chat_job(body, served.tool_form)
+                served = await self._served.get(_metadata(request))
+                job = chat_job(body, served.tool_form, served.reasoning_form)
                 return self._answering(request, job, body.model or served.id, measured, leave)
+
+    async def messages(self, request: Request) -> Response:
+        with RequestMetrics(SystemClock(), self._settings.counts) as measured:
+            self._waiting.check()
+            body = await self._read(request, MessagesBody)
+            with self._waiting.entered() as leave:
+                served = await self._served.get(_metadata(request))
+                job = messages_job(body, served.tool_form, served.reasoning_form)
+                return self._answering(request, job, body.model or served.id, measured, leave)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Return the number of tokens of the prompt of a Messages body."""
+        self._waiting.check()
+        body = count_body(await self._read(request, CountBody))
+        with http_names(TOKENIZED):
+            ids = await self._upstream.encode(tokenize_call(body), _metadata(request))
+        return _json({"input_tokens": len(ids)})
 
     async def models(self, request: Request) -> Response:
         found = await self._upstream.models(_metadata(request))
@@ -201,7 +222,9 @@ class Gateway:
 
 def _metadata(request: Request) -> Metadata:
     traceparents = request.headers.getlist(TRACEPARENT)
-    return metadata_of(request.headers.get("authorization"), traceparents[0] if len(traceparents) == 1 else None)
+    key = request.headers.get("x-api-key")  # of Anthropic's clients
+    authorization = request.headers.get("authorization") or (f"Bearer {key}" if key else None)
+    return metadata_of(authorization, traceparents[0] if len(traceparents) == 1 else None)
 
 
 def _json(value: Json) -> Response:
@@ -210,20 +233,24 @@ def _json(value: Json) -> Response:
 
 async def _on_exception(request: Request, error: Exception) -> Response:
     """Return the error response. Starlette raises an unexpected exception again, so that it is logged."""
+
+    def form(problem: Problem) -> Problem:
+        return MessagesProblem.of(problem) if request.scope["path"].startswith(_MESSAGES) else problem
+
     match error:
         case BatonError():
-            return problem_of(error).response()
+            return form(problem_of(error)).response()
         case HttpError():
-            return http_problem(error).response()
+            return form(http_problem(error)).response()
         case HTTPException():
             where = f"{request.method} {request.scope['path'][:128]}"
             if error.status_code == status.HTTP_404_NOT_FOUND:
-                return http_problem(HttpError(404, "not_found", f"no such path: {where}")).response()
+                return form(http_problem(HttpError(404, "not_found", f"no such path: {where}"))).response()
             refused = HttpError(error.status_code, "method_not_allowed", f"method not allowed: {where}")
-            response = http_problem(refused).response()
+            response = form(http_problem(refused)).response()
             response.headers.update(error.headers or {})  # `Allow`
             return response
-    return problem_of(for_client(error)).response()
+    return form(problem_of(for_client(error))).response()
 
 
 class _Embedded(uvicorn.Server):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import cast
+from typing import TypeAlias, cast
 
 import structlog
 
@@ -15,8 +16,10 @@ from baton.limits import MAX_CHAT_BYTES, MAX_CHAT_MESSAGES, MAX_ROLE_CHARS
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.tokenizer import Tokenizer
 from router.parsing.chat_template import Template, TemplateFailed
+from router.parsing.model_forms import reasoning_form
 
 log = structlog.get_logger(__name__)
+Json: TypeAlias = dict[str, object]
 
 _THREAD_BYTES = 4096  # longer conversations are rendered in a thread, to keep the event loop free
 _PLAIN = (
@@ -29,8 +32,10 @@ _GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 class Chats:
     """The chat templates of one model, named `default` and optionally `tool_use`, or the reason why it has none."""
 
-    def __init__(self, templates: dict[str, Template], special: dict[str, str], missing: str = "") -> None:
-        self._templates, self._special = templates, special
+    def __init__(
+        self, templates: dict[str, Template], special: dict[str, str], missing: str = "", reasoning_form: str = ""
+    ) -> None:
+        self._templates, self._special, self.reasoning_form = templates, special, reasoning_form
         self._missing = missing or "the model has no chat template; send text or token_ids"
 
     @staticmethod
@@ -42,7 +47,9 @@ class Chats:
             config = _read_object(tokenizer.folder / "tokenizer_config.json")
             special = _read_object(tokenizer.folder / "special_tokens_map.json") | config
             sources = _sources(tokenizer.folder, config)
-            return Chats({name: Template(source) for name, source in sources.items()}, _special_tokens(special))
+            templates = {name: Template(source) for name, source in sources.items()}
+            reasoning = reasoning_form(sources.values(), lambda text: tokenizer.token_id(text) is not None)
+            return Chats(templates, _special_tokens(special), reasoning_form=reasoning)
         except (TemplateFailed, OSError, ValueError) as error:
             log.warning("chat_template_unusable", reason=str(error)[:500])
             return Chats({}, {}, f"the model's chat template cannot be used: {str(error)[:500]}")
@@ -73,9 +80,8 @@ class Chats:
             raise InvalidRequest(*violations)
         wanted = not chat.HasField("add_generation_prompt") or chat.add_generation_prompt
         variables = self._special | given | {"tools": tools or None, "documents": None, "add_generation_prompt": wanted}
-        variables["messages"] = [_message(message) for message in chat.messages]
         try:
-            text = template.render(variables)
+            text = _rendered(template, variables, chat)
             text.encode()
         except TemplateFailed as error:
             raise InvalidRequest.of("chat", f"the model's chat template rejects it: {error}") from error
@@ -124,20 +130,44 @@ def _unsupported(chat: pb.ChatMessages, tools: object, template: Template) -> It
         yield Violation(f"chat.messages[{with_calls[0]}].tool_calls", text)
 
 
-def _message(message: pb.ChatMessage) -> dict[str, object]:
-    """Return a message in the form of OpenAI's API, as templates expect it, with decoded arguments of calls."""
+def _rendered(template: Template, variables: dict[str, object], chat: pb.ChatMessages) -> str:
+    """Render with the arguments of calls as objects, or else as the JSON text that some templates take."""
+    objects, texts = ([_message(each, decoded=decoded) for each in chat.messages] for decoded in (True, False))
+    try:
+        return template.render(variables | {"messages": objects})
+    except TemplateFailed:
+        if objects != texts:
+            with suppress(TemplateFailed):  # the first error is about the usual form
+                return template.render(variables | {"messages": texts})
+        raise
+
+
+def _message(message: pb.ChatMessage, *, decoded: bool) -> dict[str, object]:
+    """Return a message in the form of OpenAI's API, as templates expect it, perhaps with decoded arguments of calls."""
     found: dict[str, object] = {"role": message.role, "content": message.content}
     if message.HasField("name"):
         found["name"] = message.name
     if message.HasField("tool_call_id"):
         found["tool_call_id"] = message.tool_call_id
+    if message.HasField("reasoning"):
+        found["reasoning_content"] = found["reasoning"] = message.reasoning
+        if not (message.content and message.tool_calls):  # gpt-oss rejects a thought with both
+            found["thinking"] = message.reasoning
     if message.tool_calls:
-        found["tool_calls"] = [_call(call) for call in message.tool_calls]
+        found["tool_calls"] = [_call(call, decoded) for call in message.tool_calls]
     return found
 
 
-def _call(call: pb.ToolCall) -> dict[str, object]:
-    function = {"name": call.name, "arguments": _loads(call.arguments or "{}")}
+class _Object(dict[str, object]):
+    """Arguments of a call. A template that writes them as they are takes JSON text."""
+
+    def __str__(self) -> str:
+        raise TemplateFailed("it writes an object without tojson")
+
+
+def _call(call: pb.ToolCall, decoded: bool) -> dict[str, object]:
+    text = call.arguments or "{}"
+    function = {"name": call.name, "arguments": _Object(cast("Json", _loads(text))) if decoded else text}
     return {"id": call.id, "type": "function", "function": function}
 
 

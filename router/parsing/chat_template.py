@@ -7,7 +7,6 @@ and piece of output checks the limits. Memory is unlimited: a template can waste
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from time import monotonic
@@ -26,10 +25,9 @@ from baton.limits import (
     MAX_TEMPLATE_PRODUCT,
     MAX_TEMPLATE_SECONDS,
 )
+from router.parsing.model_forms import tool_form
 
 _TICK = "baton_tick"
-_FORMS = {"hermes": "<tool_call>", "mistral": r"\[TOOL_CALLS\]", "llama": r"""["']parameters["']: """}
-_OTHER_FORMS = ("<function=", "<arg_key>", "[ARGS]")  # forms with non-JSON arguments, or with the name before them
 # Errors of jinja for an invalid template. It can also generate Python that does not compile (20 nested loops).
 _UNREADABLE = (TemplateError, RecursionError, SyntaxError, ValueError)
 _FUNCTIONS = frozenset({"raise_exception", "strftime_now", _TICK})
@@ -73,15 +71,6 @@ class Template:
             raise
         except Exception as error:  # a template's code can raise any exception
             raise TemplateFailed(f"{type(error).__name__}: {str(error)[:200]}") from error
-
-
-def tool_form(source: str) -> str:
-    """Return the form in which a template has the model write tool calls, or "json" if it is unknown. `_OTHER_FORMS`
-    come first, because some of their templates also contain a mark of another family.
-    """
-    if any(mark in source for mark in _OTHER_FORMS):
-        return "json"
-    return next((form for form, mark in _FORMS.items() if re.search(mark, source)), "json")
 
 
 class _Meter:

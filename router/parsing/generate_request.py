@@ -20,7 +20,7 @@ from hashlib import blake2b
 from typing import TypeAlias, TypeVar
 
 from baton import limits
-from baton.core import Sampling, SequenceSpec
+from baton.core import Constraint, Sampling, SequenceSpec
 from baton.errors import TOO_LONG, InvalidRequest, Overloaded, UnknownModel, Violation
 from baton.rpc import convert
 from baton.rpc.v1 import common_pb2
@@ -28,6 +28,7 @@ from baton.rpc.v1 import inference_pb2 as pb
 from baton.structured_output import Grammars
 from baton.tokenizer import Tokenizer
 from router.parsing.chat import Chats
+from router.parsing.model_forms import REASONING, ends_in_thought
 
 DEFAULT_MAX_TOKENS = 16
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
@@ -62,6 +63,7 @@ class ParsedRequest:
     wants_spans: bool
     defaults: common_pb2.Sampling | None  # the model's, of parameters that the request left out
     exact: bool  # only repeat the record of the stream
+    in_thought: bool  # the prompt ends with an opened thought
 
 
 class RequestParser:
@@ -78,10 +80,15 @@ class RequestParser:
         resumable_s: float = 0.0,
         aliases: tuple[str, ...] = (),
         defaults: common_pb2.Sampling | None = None,
+        tool_parser: str = "auto",
+        reasoning_parser: str = "auto",
     ) -> None:
         self.tokenizer, self._names = tokenizer, (model, *aliases)
         self.defaults = defaults or common_pb2.Sampling()
         self.chats = Chats.of(tokenizer)
+        self.tool_form = self.chats.tool_form if tool_parser == "auto" else tool_parser
+        forms = {"auto": self.chats.reasoning_form, "none": ""}
+        self.reasoning_form = forms.get(reasoning_parser, reasoning_parser)
         self.limiter = ParseLimiter()
         self._grammars = Grammars(tokenizer)
         self._thinks_by_default, self._resumable_s = think_while_decoding, resumable_s
@@ -99,7 +106,8 @@ class RequestParser:
         """
         request = message.request
         with self.limiter.one_more(message):
-            spec = limited(await self._spec(request, max_model_len, seed_of(request.idempotency_key or name)))
+            found, in_thought = await self._spec(request, max_model_len, seed_of(request.idempotency_key or name))
+            spec = limited(found)
             received = _received(message, spec, self.tokenizer.vocab_size)
             if spec.constraint is not None and any(received):
                 await asyncio.to_thread(self._grammars.check_known, spec.constraint, received)
@@ -114,10 +122,15 @@ class RequestParser:
             wants_spans=request.trace,
             defaults=_left_out(self.defaults, request.sampling),
             exact=message.exact,
+            in_thought=in_thought,
         )
 
-    async def _spec(self, message: pb.GenerateRequest, max_model_len: int | None, seed: int) -> SequenceSpec:
-        """Return a complete spec: tokens within the vocabulary, all sampling set, output within the model's length."""
+    async def _spec(
+        self, message: pb.GenerateRequest, max_model_len: int | None, seed: int
+    ) -> tuple[SequenceSpec, bool]:
+        """Return a complete spec: tokens within the vocabulary, all sampling set, output within the model's length. It
+        comes with whether the prompt ends in a thought.
+        """
         self.check_model(message.model)
         violations = list(_violations(message))
         logprobs = message.logprobs if message.HasField("logprobs") else None
@@ -125,18 +138,16 @@ class RequestParser:
         whole.CopyFrom(self.defaults)
         whole.MergeFrom(message.sampling)
         sampling = _converted(lambda: convert.sampling_from_pb(whole, logprobs), violations)
-        constraint = None
-        if message.HasField("constraint"):
-            constraint = _converted(lambda: convert.constraint_from_pb(message.constraint), violations)
-        if constraint is not None:
-            violations += _against_constraint(message.sampling)
+        constraint = _constraint(message, violations)
         if message.WhichOneof("prompt") is None:
             violations.append(Violation("prompt", "one of text, token_ids and chat must be set"))
         if sampling is None or violations:
             raise InvalidRequest(*violations)
-        if constraint is not None:
-            await asyncio.to_thread(self._grammars.check, constraint)
-        prompt = await self._prompt(message)
+        await self._check(constraint)
+        prompt, in_thought = await self._prompt(message)
+        if in_thought and constraint is not None:
+            constraint = replace(constraint, after=REASONING[self.reasoning_form][1])
+            await self._check(constraint)
         violations += _outside_vocabulary(prompt, sampling, self.tokenizer.vocab_size)
         violations += _does_not_fit(prompt, message, max_model_len)
         if violations:
@@ -150,17 +161,26 @@ class RequestParser:
         if message.HasField("think_while_decoding"):
             thinks = message.think_while_decoding
         rest = constraint, message.deterministic, thinks
-        return SequenceSpec(prompt, sampling, (), message.priority, message.cache_scope, *rest)
+        return SequenceSpec(prompt, sampling, (), message.priority, message.cache_scope, *rest), in_thought
 
-    async def _prompt(self, message: pb.GenerateRequest) -> tuple[int, ...]:
-        field = message.WhichOneof("prompt")
+    async def _check(self, constraint: Constraint | None) -> None:
+        if constraint is not None:
+            await asyncio.to_thread(self._grammars.check, constraint)
+
+    async def _prompt(self, message: pb.GenerateRequest) -> tuple[tuple[int, ...], bool]:
+        """Return the prompt, and whether it ends in a thought."""
+        field, in_thought = message.WhichOneof("prompt"), False
         if field == "token_ids":
-            prompt = tuple(message.token_ids.ids)
+            prompt = list(message.token_ids.ids)
+        elif field == "chat":
+            text = await self.chats.prompt(message.chat)
+            in_thought = ends_in_thought(text, self.reasoning_form)
+            prompt = await _encoded(self.tokenizer.encode_rendered, text)
         else:
-            prompt = tuple(await self.encode(message.chat if field == "chat" else message.text))
+            prompt = await self.encode(message.text)
         if not prompt:
             raise InvalidRequest.of(field or "prompt", "must not be empty")
-        return prompt
+        return tuple(prompt), in_thought
 
     async def encode(self, source: str | pb.ChatMessages) -> list[int]:
         """Return the token ids of a text or a conversation, computed in a thread if it is long. Raises InvalidRequest
@@ -169,7 +189,7 @@ class RequestParser:
         text, encode = source, self.tokenizer.encode
         if isinstance(text, pb.ChatMessages):
             text, encode = await self.chats.prompt(text), self.tokenizer.encode_rendered
-        return encode(text) if len(text) <= _THREAD_CHARS else await asyncio.to_thread(encode, text)
+        return await _encoded(encode, text)
 
     async def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, computed in a thread if there are many."""
@@ -194,6 +214,10 @@ class RequestParser:
             violations.append(Violation("ids", f"at most {limits.MAX_DETOKENIZE_IDS} tokens, got {size}"))
         if violations:
             raise InvalidRequest(*violations)
+
+
+async def _encoded(encode: Callable[[str], list[int]], text: str) -> list[int]:
+    return encode(text) if len(text) <= _THREAD_CHARS else await asyncio.to_thread(encode, text)
 
 
 def seed_of(text: str) -> int:
@@ -255,6 +279,14 @@ def _converted(convert_it: Callable[[], Converted], violations: list[Violation])
         return None
 
 
+def _constraint(message: pb.GenerateRequest, violations: list[Violation]) -> Constraint | None:
+    if not message.HasField("constraint"):
+        return None
+    found = _converted(lambda: convert.constraint_from_pb(message.constraint), violations)
+    violations += _against_constraint(message.sampling) if found is not None else []
+    return found
+
+
 def _against_constraint(sampling: common_pb2.Sampling) -> list[Violation]:
     fields = {"sampling.min_tokens": sampling.min_tokens, "sampling.ignore_eos": sampling.ignore_eos}
     text = "cannot be used with a constraint, which decides where an answer ends"
@@ -271,6 +303,8 @@ def _violations(message: pb.GenerateRequest) -> Iterator[Violation]:
     if not 0 <= message.resumable_s <= limits.MAX_RESUMABLE_S:  # rejects NaN, too
         text = f"must be between 0 and {limits.MAX_RESUMABLE_S} seconds, got {message.resumable_s}"
         yield Violation("resumable_s", text)
+    if message.constraint.after:
+        yield Violation("constraint.after", "is only set by the router")
     if message.deterministic and message.think_while_decoding:
         yield Violation("think_while_decoding", "cannot be combined with deterministic")
     for field, size_of, most, unit in _CAPS:

@@ -191,10 +191,17 @@ class EventStream:
             self._begun = None
 
     async def accepted(
-        self, prompt_tokens: int, cached_tokens: int, determinism: str = "", defaults: Sampling | None = None
+        self,
+        prompt_tokens: int,
+        cached_tokens: int,
+        determinism: str = "",
+        defaults: Sampling | None = None,
+        in_thought: bool = False,
     ) -> None:
         """Start to send Accepted. Returns without waiting for the write, unless the client does not read."""
-        event = pb.Accepted(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens, defaults=defaults)
+        event = pb.Accepted(
+            prompt_tokens=prompt_tokens, cached_tokens=cached_tokens, defaults=defaults, in_thought=in_thought
+        )
         event.system_fingerprint = determinism
         await self._write(begin=True, accepted=event)
 

@@ -256,7 +256,8 @@ class ChoiceRun:
         if attempt.spec.deterministic:
             self.request.determinism = attempt.determinism
         if self.choice == 0:
-            rest = attempt.determinism, self.request.parsed.defaults
+            parsed = self.request.parsed
+            rest = attempt.determinism, parsed.defaults, parsed.in_thought
             await client.accepted(len(self.spec.prompt), self._cached_tokens or 0, *rest)
 
     def deliver(self, tokens: list[Token]) -> list[Token]:

@@ -87,9 +87,10 @@ class FakeInference(Scripted):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tool_form = ""
+        self.tool_form = self.reasoning_form = ""
         self.script: Script = two_words
         self.decoded: list[list[int]] = []
+        self.tokenized: list[pb.TokenizeRequest] = []
         self.running = self.listed = 0
         self.naming = asyncio.Event()  # models are listed while it is set
         self.naming.set()
@@ -111,11 +112,16 @@ class FakeInference(Scripted):
             await abort(context, InvalidRequest.of("ids", "outside the vocabulary"))
         return pb.DetokenizeReply(text="".join(VOCABULARY[i] for i in request.ids).removeprefix(" "))
 
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeReply:
+        self.tokenized.append(request)
+        return pb.TokenizeReply(ids=[1, 2, 3])
+
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsReply:
         self.listed += 1
         await self.naming.wait()
         self.metadata = dict(context.invocation_metadata())
         model = pb.Model(id="org/tiny", max_model_len=64, vocab_size=5, tool_form=self.tool_form)
+        model.reasoning_form = self.reasoning_form
         return pb.ListModelsReply(models=[model])
 
 

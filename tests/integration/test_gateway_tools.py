@@ -64,16 +64,17 @@ async def choice_of(gateway, **options):
 async def streamed(gateway, **options):
     """Assemble the chunks of one choice as clients do. Return its content, calls and finish reason."""
     content, reason = "", None
-    calls: list[tuple[str, object]] = []
+    calls: list[list[str]] = []
     async for chunk in await chat(gateway, stream=True, **options):
         choice = chunk.choices[0]
         content += choice.delta.content or ""
         reason = choice.finish_reason or reason
         for call in choice.delta.tool_calls or ():
-            assert call.index == len(calls)
-            assert (call.type, call.id[:5]) == ("function", "call_")
-            calls.append((call.function.name, json.loads(call.function.arguments)))
-    return content, calls, reason
+            if call.id:
+                assert (call.index, call.type, call.id[:5]) == (len(calls), "function", "call_")
+                calls.append([call.function.name, ""])
+            calls[call.index][1] += call.function.arguments
+    return content, [tuple(call) for call in calls], reason
 
 
 async def test_tools_reach_the_template(gateway):
@@ -157,12 +158,13 @@ async def test_a_template_without_tools(routed):
     [
         (SAID, EOS, {}, "Let me see.", 2, "tool_calls"),
         (SAID, EOS, {"parallel_tool_calls": False}, "Let me see.", 1, "tool_calls"),
-        (SAID + CUT, LENGTH, {}, "Let me see." + CUT, 2, "length"),
+        (SAID + CUT, LENGTH, {}, "Let me see.", 3, "length"),
         ("It rains.", EOS, {}, "It rains.", 0, "stop"),
         (UNKNOWN, EOS, {}, UNKNOWN, 0, "stop"),
-        (CUT, LENGTH, {}, CUT, 0, "length"),
+        (CUT, LENGTH, {}, None, 1, "length"),
+        (SAID.removesuffix("ol_call>"), LENGTH, {}, "Let me see.", 2, "length"),
     ],
-    ids=["two", "one at a time", "two and a part", "none", "unknown function", "a part"],
+    ids=["two", "one at a time", "two and a part", "none", "unknown function", "a part", "a part of a mark"],
 )
 async def test_calls(gateway, text, reason, options, content, count, shown):
     gateway.plays(*spoken(text, reason))
@@ -170,11 +172,13 @@ async def test_calls(gateway, text, reason, options, content, count, shown):
     calls = choice.message.tool_calls or []
     assert (choice.message.content, choice.finish_reason) == (content, shown)
     found = [(call.type, call.function.name, call.function.arguments) for call in calls]
-    assert found == [("function", "weather", '{"city": "Köln"}')] * count
+    whole = count - (CUT in text)
+    wanted = [("weather", '{"city": "Köln"}')] * whole + [("weather", '{"city')] * (count - whole)
+    assert found == [("function", *each) for each in wanted]
     assert len({call.id for call in calls}) == count
     for size in (1, 7, 1000):
         gateway.plays(*spoken(text, reason, size))
-        assert await streamed(gateway, **options) == (content, [("weather", {"city": "Köln"})] * count, shown)
+        assert await streamed(gateway, **options) == (content or "", wanted, shown)
 
 
 async def test_calls_of_each_choice(gateway):
@@ -183,27 +187,32 @@ async def test_calls_of_each_choice(gateway):
     assert [len(choice.message.tool_calls) for choice in done.choices] == [2, 2]
     found = {0: 0, 1: 0}
     async for chunk in await chat(gateway, n=2, stream=True):
-        found[chunk.choices[0].index] += len(chunk.choices[0].delta.tool_calls or ())
+        found[chunk.choices[0].index] += sum(call.id is not None for call in chunk.choices[0].delta.tool_calls or ())
     assert found == {0: 2, 1: 2}
 
 
-async def test_text_before_a_call_is_not_held_back(gateway):
-    held = asyncio.Event()
+async def test_text_and_arguments_are_not_held_back(gateway):
+    held = [asyncio.Event() for _ in range(2)]
 
     async def script(request):
         yield tokens(0, 0, [1], "Let me see.<tool")
-        await held.wait()
-        for step in [tokens(0, 1, [1], f"_call>{CALL}</tool_call>"), *spoken("")]:
+        await held[0].wait()
+        yield tokens(0, 1, [1], f"_call>{CALL[:-4]}")
+        await held[1].wait()
+        for step in [tokens(0, 2, [1], f"{CALL[-4:]}</tool_call>"), *spoken("")]:
             yield step
 
     gateway.fake.script = script
     chunks = await chat(gateway, stream=True)
     first = [(await anext(chunks)).choices[0].delta.content for _ in range(2)]
     assert first == ["", "Let me see."]
-    held.set()
+    held[0].set()
+    [call] = (await anext(chunks)).choices[0].delta.tool_calls
+    assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Köl')
+    held[1].set()
     rest = [chunk.choices[0] async for chunk in chunks]
-    came = [(choice.delta.content, bool(choice.delta.tool_calls), choice.finish_reason) for choice in rest]
-    assert came == [(None, True, None), (None, False, "tool_calls")]
+    assert [each.delta.tool_calls and each.delta.tool_calls[0].function.arguments for each in rest] == ['n"}', None]
+    assert [each.finish_reason for each in rest] == [None, "tool_calls"]
 
 
 async def test_logprobs_of_calls(gateway):
@@ -217,7 +226,7 @@ async def test_logprobs_of_calls(gateway):
 
 
 async def test_a_long_call_keeps_the_connection():
-    """No part of a call is sent before its end. Comments keep the connection alive for proxies."""
+    """Nothing is sent before the function is clear. Comments keep the connection alive for proxies."""
     async with alone(keep_alive_s=0.0) as gateway:
         gateway.fake.tool_form = "hermes"
         gateway.plays(*spoken(f"<tool_call>{CALL}", size=10))

@@ -1,6 +1,7 @@
 """Constraints in clients' form, and as grammars over a model's tokens."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -88,6 +89,33 @@ def test_json_may_have_a_space_between_tokens_unless_the_schema_says_more(oracle
         assert after(oracle, schema(wanted), text).complete is right, text
     pretty = wanted | {"x-guidance": {"whitespace_pattern": "[ \\n]*"}}
     assert after(oracle, schema(pretty), '{\n  "a":  1\n}').complete
+
+
+WANTED = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("constraint", "answer"),
+    [(choices("in", 'a"b'), 'a"b'), (regex(r"a/b\/[\d]"), "a/b/1"), (schema(WANTED), '{"a": 1}')],
+)
+@pytest.mark.parametrize("token", [True, False])
+def test_a_constraint_holds_after_a_free_text(tmp_path, constraint, answer, token):
+    """The mark is one token of the model, or else a text."""
+    save_bpe(tmp_path, eos=1)
+    if token:
+        listed = {"300": {"content": "</think>", "special": False}}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": listed}))
+    tokenizer = load_tokenizer(tmp_path)
+    guide = Grammars(tokenizer).start(replace(constraint, after=("</think>", "[/THINK]")))
+    assert guide is not None
+    for each in tokenizer.encode('Hm, {"a": x'):
+        guide.advance(each)
+    assert not set(tokenizer.eos_ids) & set(allowed(guide)), "a thought is no answer"
+    for each in tokenizer.encode(f".</think>\n\n{answer}"):
+        assert each in allowed(guide)
+        guide.advance(each)
+    assert guide.complete
+    assert set(allowed(guide)) == set(tokenizer.eos_ids)
 
 
 def test_what_is_not_allowed_breaks_it_and_nothing_may_follow(oracle):

@@ -148,6 +148,22 @@ def test_special_tokens_have_no_text(folder):
     assert "".join(map(stream.push, ids)) == "some words"
 
 
+def test_marks_of_reasoning_and_calls_have_a_text_in_streams(tmp_path):
+    save_bpe(tmp_path, eos=1)
+    marks = ("[THINK]", "<|end|>", "<|other|>")
+    listed = {str(300 + at): {"content": text, "special": True} for at, text in enumerate(marks)}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": listed}))
+    for harmony in (False, True):
+        if harmony:
+            listed["303"] = {"content": "<|channel|>", "special": True}
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": listed}))
+        tokenizer = load_tokenizer(tmp_path)
+        begin, *rest = [tokenizer.token_id(text) or 0 for text in marks]
+        stream, ids = tokenizer.stream([]), [begin, *tokenizer.encode("some"), *rest, 1]
+        assert "".join(map(stream.push, ids)) == ("[THINK]some<|end|>" if harmony else "[THINK]some")
+        assert tokenizer.decode(ids) == "some"
+
+
 def test_special_tokens_of_the_file_count_and_its_truncation_and_padding_do_not(tmp_path):
     tokenizer = load_tokenizer(save_bpe(tmp_path, truncate=True))
     text = "some words to keep and not to cut"

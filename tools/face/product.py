@@ -24,6 +24,7 @@ from baton.errors import BatonError, InvalidRequest
 from baton.rpc import v1
 from baton.rpc.status import to_rpc_status
 from router.openai.errors import Problem, problem_of
+from router.openai.messages_api.schema import MessagesBody
 from router.openai.schema import ChatBody, CompletionBody
 from router.openai.server import Gateway, GatewaySettings
 from router.openai.upstream import Upstream
@@ -52,6 +53,7 @@ def config_schema() -> dict[str, Any]:
 def body_schemas() -> dict[str, dict[str, Any]]:
     """Return the JSON Schemas of the gateway's request bodies, by path."""
     bodies: dict[str, type[BaseModel]] = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
+    bodies |= {"/v1/messages": MessagesBody}
     return {path: body.model_json_schema() for path, body in bodies.items()}
 
 

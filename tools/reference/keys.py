@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from baton.cli.setup.config import schema_text
+from router.openai.messages_api.schema import MessagesBody
 from router.openai.schema import ChatBody, CompletionBody
 from tools.reference.pages import Page, code, table
 
@@ -46,6 +47,7 @@ def config_page() -> Page:
 def http_page() -> Page:
     """Return the page of the HTTP bodies."""
     bodies: dict[str, type[BaseModel]] = {"completions": CompletionBody, "chat-completions": ChatBody}
+    bodies |= {"messages": MessagesBody}
     return Page("http.md", {part: _fields(Tree(body.model_json_schema())) for part, body in bodies.items()})
 
 

@@ -210,6 +210,8 @@ def router_settings(config: ClusterConfig, index: int = 0) -> RouterSettings:
         http_names=router.http_names,
         http_origins=router.http_origins,
         http_ignores_unknown=router.http_unknown == "ignore",
+        tool_parser=router.tool_parser,
+        reasoning_parser=router.reasoning_parser,
         policy=router.policy,
         resumable_s=config.resumable_s,
         think_while_decoding=config.thinking.while_decoding,

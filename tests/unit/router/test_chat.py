@@ -3,6 +3,7 @@
 import json
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -108,6 +109,59 @@ async def test_a_request_takes_a_conversation(tmp_path):
         await RequestParser(tokenizer, "m").parse(asked, "r", 100)
 
 
+WRITTEN = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{{ CALL }}{% endfor %};{% endfor %}"
+
+
+@pytest.mark.parametrize("call", ["'' + c.function.arguments", "c.function.arguments", "'a' ~ c.function.arguments"])
+async def test_a_template_gets_arguments_in_the_form_that_it_takes(tmp_path, call):
+    """DeepSeek's templates concatenate text. `transformers` writes this if the arguments are their JSON text."""
+    template = WRITTEN.replace("CALL", call)
+    prompt = await Chats.of(model(tmp_path, template)).prompt(chat(*CALLED))
+    messages: list[Any] = [as_peer_takes_it(message) for message in CALLED]
+    messages[1]["tool_calls"][0]["function"]["arguments"] = CALL.arguments
+    peer = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    assert prompt == peer.apply_chat_template(messages, tokenize=False, chat_template=template)
+    assert CALL.arguments in prompt
+
+
+async def test_reasoning_of_earlier_answers_reaches_the_template(tmp_path):
+    chats = Chats.of(model(tmp_path, "{% for m in messages %}{{ m.reasoning_content }}{{ m.thinking }};{% endfor %}"))
+    said = pb.ChatMessage(role="assistant", content="Hi", reasoning="hm")
+    assert await chats.prompt(chat(("user", "x"), said)) == ";hmhm;"
+
+
+OPENED = "{{ messages[0].content }}{% if add_generation_prompt %}<think>\n{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "parser", "form", "opened"),
+    [
+        (OPENED, "auto", "think", True),
+        (OPENED, "none", "", False),
+        (OPENED, "magistral", "magistral", False),
+        ("{{ messages[0].content }}</think>", "auto", "think", False),
+        ("{{ messages[0].content }}[THINK]", "auto", "magistral", True),
+        ("<|start|>assistant<|channel|>final", "auto", "harmony", False),
+        ("Here is my thought process: {{ messages[0].content }}", "auto", "granite", False),
+        ("{{ messages[0].content }}", "auto", "", False),
+    ],
+)
+async def test_the_form_of_reasoning(tmp_path, template, parser, form, opened):
+    made = RequestParser(model(tmp_path, template), "m", reasoning_parser=parser)
+    asked = pb.ResumeRequest(request=pb.GenerateRequest(chat=chat(("user", "a b"))))
+    asked.request.constraint.choices.texts.append("yes")
+    parsed = await made.parse(asked, "r", 100)
+    assert (made.reasoning_form, parsed.in_thought) == (form, opened)
+    ends = {"think": ("</think>",), "magistral": ("[/THINK]",)}
+    assert parsed.spec.constraint is not None
+    assert parsed.spec.constraint.after == (ends[form] if opened else ()), "it holds after the thought"
+
+
+async def test_a_token_shows_the_form_of_reasoning(tmp_path):
+    tokenizer = model(tmp_path, "{{ messages[0].content }}", added_tokens_decoder={"700": {"content": "[THINK]"}})
+    assert Chats.of(tokenizer).reasoning_form == "magistral"
+
+
 async def test_json_that_is_no_text_is_refused(tmp_path):
     tokenizer = model(tmp_path, TEXTS["qwen"])
     calling = pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(arguments='{"x": "\\ud800"}')])
@@ -129,7 +183,14 @@ async def test_the_oracle_has_a_plain_template_and_the_demo_model_reads_what_was
         ("qwen", "hermes"),
         ("mistral", ""),
         ("{{ tools }} [TOOL_CALLS]", "mistral"),
-        ("{{ tools }} '[TOOL_CALLS]' ~ name ~ '[ARGS]'", "json"),
+        ("{{ tools }} '[TOOL_CALLS]' ~ name ~ '[ARGS]'", "mistral"),
+        ("{{ tools }}<tool_call>\n<function=name>\n<parameter=key>", "qwen3_coder"),
+        ("{{ tools }}<tool_call>name\n<arg_key>", "glm"),
+        ("{{ tools }}<｜tool▁calls▁begin｜>", "deepseek"),
+        ("{{ tools }}<|tool_calls_section_begin|>", "kimi"),
+        ("{{ tools }}<|start|>assistant<|channel|>final", "harmony"),
+        ("{{ tools }}<|tool_call|>", "granite"),
+        ("{{ tools }}[func_name1(params_name1=value)]", "pythonic"),
         ("{{ tools }}<tool_call>\n<function=", "json"),
         ("{% if tools %}{% endif %}", "json"),
         ("<tool_call>", ""),

@@ -1,0 +1,34 @@
+"""The form in which an answer is sent: as OpenAI's chat and completions, or translated for another API."""
+
+from __future__ import annotations
+
+import orjson
+
+from router.openai.errors import Json, Problem
+
+
+class AnswerWire:
+    """OpenAI's own form. Subclasses translate answers of chat with one choice; they belong to one answer."""
+
+    resumable = True  # whether events have ids
+    matched_stop = ""  # the stop string that ended the answer
+
+    def whole(self, answer: Json) -> Json:
+        """Return the whole answer."""
+        return answer
+
+    def event(self, chunk: Json) -> bytes:
+        """Return the events for a chunk."""
+        return b"data: " + orjson.dumps(chunk) + b"\n\n"
+
+    def done(self) -> bytes:
+        """Return the last event."""
+        return b"data: [DONE]\n\n"
+
+    def problem(self, problem: Problem) -> Problem:
+        """Return an error in the form of this API."""
+        return problem
+
+    def failed(self, problem: Problem) -> bytes:
+        """Return the event of an error within a stream."""
+        return b"data: " + problem.body() + b"\n\n"

@@ -1,0 +1,89 @@
+"""Translation of a Messages body to a chat body, and of names of fields in errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import orjson
+
+from router.openai.errors import Json
+from router.openai.job import Job, chat_job
+from router.openai.messages_api.answer import MessagesWire
+from router.openai.messages_api.schema import CountBody, MessagesBody, Text, Thinking, Tool, ToolResult, ToolUse, Turn
+from router.openai.parsing import validated
+from router.openai.schema import ChatBody, TokenizeBody
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def messages_job(body: MessagesBody, tool_form: str, reasoning_form: str) -> Job:
+    """Return the job of chat for a body, with answers in the form of this API. Raises InvalidRequest."""
+    asked = _prompt(body) | {
+        "model": body.model,
+        "max_tokens": body.max_tokens,
+        "stop": body.stop_sequences,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "stream": body.stream,
+    }
+    if (choice := body.tool_choice) is not None:
+        named = {"type": "function", "function": {"name": choice.name}}
+        asked["tool_choice"] = named if choice.type == "tool" else _CHOICES[choice.type]
+        asked["parallel_tool_calls"] = False if choice.disable_parallel_tool_use else None
+    if body.output_config is not None and body.output_config.format is not None:
+        shape = {"name": "answer", "schema": body.output_config.format.shape}
+        asked["response_format"] = {"type": "json_schema", "json_schema": shape}
+    given = {name: value for name, value in asked.items() if value is not None}
+    job = chat_job(validated(given, ChatBody), tool_form, reasoning_form)
+    return replace(job, wire=MessagesWire(), usage=True, running_usage=True)
+
+
+def count_body(body: CountBody) -> TokenizeBody:
+    """Return the call of `/tokenize` for the prompt. Raises InvalidRequest."""
+    asked = _prompt(body)
+    if body.tool_choice is not None and body.tool_choice.type == "none":
+        asked["tools"] = None
+    return validated(asked | {"model": body.model}, TokenizeBody)
+
+
+def _prompt(body: CountBody) -> Json:
+    system = _texts(body.system) if body.system else ""
+    messages = [{"role": "system", "content": system}] if system else []
+    messages += [message for turn in body.messages for message in _messages(turn)]
+    tools = [_tool(tool) for tool in body.tools] if body.tools else None
+    return {"messages": messages, "tools": tools}
+
+
+def _messages(turn: Turn) -> Iterator[Json]:
+    """Yield the messages of a turn; each result of a call is one."""
+    blocks = turn.blocks
+    for block in blocks:
+        if isinstance(block, ToolResult):
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _texts(block.content or "")}
+    text = _texts([block for block in blocks if isinstance(block, Text)])
+    if turn.role == "user":
+        if text or not any(isinstance(block, ToolResult) for block in blocks):
+            yield {"role": "user", "content": text}
+        return
+    message: Json = {"role": "assistant", "content": text}
+    if calls := [_call(block) for block in blocks if isinstance(block, ToolUse)]:
+        message["tool_calls"] = calls
+    if thoughts := [block.thinking for block in blocks if isinstance(block, Thinking)]:
+        message["reasoning_content"] = "\n".join(thoughts)
+    yield message
+
+
+def _texts(content: str | Sequence[Text]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+
+
+def _call(block: ToolUse) -> Json:
+    function = {"name": block.name, "arguments": orjson.dumps(block.input).decode()}
+    return {"id": block.id, "type": "function", "function": function}
+
+
+def _tool(tool: Tool) -> Json:
+    function = {"name": tool.name, "parameters": tool.input_schema}
+    return {"type": "function", "function": function | ({"description": tool.description} if tool.description else {})}

@@ -1,0 +1,150 @@
+"""The bodies of `/v1/messages` and `/v1/messages/count_tokens`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Field, field_validator, model_validator
+
+from baton.limits import MAX_HTTP_TOOLS
+from router.openai.schema import Body, Int32
+
+
+class _Block(Body):
+    cache_control: dict[str, Any] | None = None  # a hint: prompts are always cached
+
+
+class Text(_Block):
+    """A piece of text."""
+
+    type: Literal["text"]
+    text: str
+    citations: list[None] | None = None
+
+
+class Thinking(_Block):
+    """Reasoning of an earlier answer."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class ToolUse(_Block):
+    """A call in an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: dict[str, Any] | None = None
+
+
+class ToolResult(_Block):
+    """The result of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[Text] | None = None
+    is_error: bool | None = None
+
+
+Block: TypeAlias = Annotated[Text | Thinking | ToolUse | ToolResult, Field(discriminator="type")]
+_KINDS = {"user": (Text, ToolResult), "assistant": (Text, Thinking, ToolUse)}
+
+
+class Turn(Body):
+    """A message of the conversation."""
+
+    role: Literal["user", "assistant"]
+    content: str | list[Block]
+
+    @property
+    def blocks(self) -> list[Block]:
+        return [Text(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+
+    @model_validator(mode="after")
+    def _kinds_fit(self) -> Turn:
+        wrong = [block.type for block in self.blocks if not isinstance(block, _KINDS[self.role])]
+        if wrong:
+            raise ValueError(f"content: {wrong[0]} is not allowed with role {self.role}")
+        return self
+
+
+class Tool(_Block):
+    """A function."""
+
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    eager_input_streaming: bool | None = None
+
+
+class ToolChoice(Body):
+    """Whether a call is optional."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _is_named(self) -> ToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("name is required with type tool and not allowed with other types")
+        return self
+
+
+class Format(Body):
+    """The format of the answer's text."""
+
+    type: Literal["json_schema"]
+    shape: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """Format of the answer, and a hint without effect."""
+
+    format: Format | None = None
+    effort: str | None = None
+
+
+class CountBody(Body):
+    """Body of `POST /v1/messages/count_tokens`: the fields that make the prompt."""
+
+    model: str | None = None
+    messages: Annotated[list[Turn], Field(min_length=1)]
+    system: str | list[Text] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_HTTP_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: dict[str, Any] | None = None  # a hint without effect: the model and its template decide
+    output_config: OutputConfig | None = None
+
+    @field_validator("messages")
+    @classmethod
+    def _results_have_calls(cls, turns: list[Turn]) -> list[Turn]:
+        called = set[str]()
+        for place, turn in enumerate(turns):
+            for number, block in enumerate(turn.blocks):
+                if isinstance(block, ToolUse):
+                    called.add(block.id)
+                elif isinstance(block, ToolResult) and block.tool_use_id not in called:
+                    where = f"[{place}].content[{number}].tool_use_id"
+                    raise ValueError(f"{where}: must be the id of a tool_use in an earlier message")
+        if turns[-1].role == "assistant":
+            raise ValueError("the last one must have role user; the beginning of an answer cannot be given")
+        return turns
+
+
+class MessagesBody(CountBody):
+    """Body of `POST /v1/messages`."""
+
+    max_tokens: Int32
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int32 | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
