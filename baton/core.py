@@ -14,8 +14,10 @@ from typing import Literal
 
 from baton.errors import InvalidRequest, Violation
 from baton.limits import (
+    MAX_BAD_WORDS,
     MAX_CHOICE_CHARS,
     MAX_CHOICE_TEXTS,
+    MAX_GRAMMAR_BYTES,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_REGEX_BYTES,
@@ -24,14 +26,14 @@ from baton.limits import (
     MAX_STOP_STRINGS,
 )
 
-Kind = Literal["json_schema", "regex", "choices"]
+Kind = Literal["json_schema", "regex", "choices", "grammar"]
 
-_MOST_BYTES = {"json_schema": MAX_SCHEMA_BYTES, "regex": MAX_REGEX_BYTES}
+_MOST_BYTES = {"json_schema": MAX_SCHEMA_BYTES, "regex": MAX_REGEX_BYTES, "grammar": MAX_GRAMMAR_BYTES}
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """The format of an answer: a JSON schema, a regular expression, or a choice of texts."""
+    """The format of an answer: a JSON schema, a regular expression, a choice of texts, or a grammar (Lark)."""
 
     kind: Kind
     texts: tuple[str, ...]
@@ -53,7 +55,7 @@ class Constraint:
 
 
 SAMPLING: tuple[tuple[str, float, float, str], ...] = (
-    ("max_tokens", 1, 2**31 - 1, "at least 1"),
+    ("max_tokens", 0, 2**31 - 1, "at least 0"),
     ("min_tokens", 0, 2**31 - 1, "at least 0"),
     ("temperature", 0.0, 100.0, "between 0 and 100"),
     ("top_p", math.ulp(0.0), 1.0, "above 0 and at most 1"),
@@ -142,6 +144,7 @@ class Sampling:
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 disable those filters. If `seed` is None, the router draws one,
     so that every worker gets a number. `logprobs` None returns none, 0 those of the chosen tokens, k also the k best.
+    `bad_words` are never completed in the answer.
     """
 
     max_tokens: int = 16
@@ -159,6 +162,9 @@ class Sampling:
     ignore_eos: bool = False
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    bad_words: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         violations = tuple(_sampling_violations(self))
@@ -180,6 +186,10 @@ def _sampling_violations(s: Sampling) -> list[Violation]:
         found.append(Violation("sampling.stop", f"at most {MAX_STOP_STRINGS} stop strings, got {len(s.stop)}"))
     if any(not text or len(text) > MAX_STOP_CHARS for text in s.stop):
         found.append(Violation("sampling.stop", f"each must have 1 to {MAX_STOP_CHARS} characters"))
+    if len(s.bad_words) > MAX_BAD_WORDS:
+        found.append(Violation("sampling.bad_words", f"at most {MAX_BAD_WORDS} texts, got {len(s.bad_words)}"))
+    if any(not text or len(text) > MAX_STOP_CHARS for text in s.bad_words):
+        found.append(Violation("sampling.bad_words", f"each must have 1 to {MAX_STOP_CHARS} characters"))
     if len(s.logit_bias) > MAX_LOGIT_BIAS:
         found.append(Violation("sampling.logit_bias", f"at most {MAX_LOGIT_BIAS} entries, got {len(s.logit_bias)}"))
     if any(not -100.0 <= bias <= 100.0 for _, bias in s.logit_bias):
@@ -204,6 +214,7 @@ class SequenceSpec:
     constraint: Constraint | None = None  # of the whole output, `known` included
     deterministic: bool = False  # tokens and logprobs are bit-identical, independent of the batch
     think_while_decoding: bool = False  # a thinking model also thinks about generated tokens
+    prompt_logprobs: int | None = None  # alternatives per prompt token; None: no log-probabilities of the prompt
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -222,6 +233,25 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptToken:
+    """A token of a prompt with its log-probability after the tokens before it. `rank` 1 is the most likely token. The
+    first token has no log-probability and rank 0.
+    """
+
+    token_id: int
+    rank: int = 0
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """Consecutive tokens of a prompt, from position `start` on."""
+
+    start: int
+    tokens: tuple[PromptToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Token:
     """One output token: index within the choice (from 0), id, and the text that became final with it. The texts of a
     choice add up to its text; one is empty while a character or a possible stop string is incomplete.
@@ -236,12 +266,14 @@ class Token:
 @dataclass(frozen=True, slots=True)
 class Finish:
     """End of a choice. `matched` is the stop string, or the stop token id as text, or empty. `tail` is text that was
-    held back for a stop string that did not come; it follows the last token's text.
+    held back for a stop string that did not come; it follows the last token's text. `logprobs` are those of the token
+    that ended the choice and is not part of it, if they were requested.
     """
 
     reason: FinishReason
     matched: str = ""
     tail: str = ""
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

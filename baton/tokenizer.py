@@ -76,8 +76,8 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a prompt, with the model's special tokens around it."""
 
-    def encode_rendered(self, text: str) -> list[int]:
-        """Return the token ids of a text that already has its special tokens."""
+    def encode_plain(self, text: str) -> list[int]:
+        """Return the token ids of a text without special tokens around it. The text may contain such tokens itself."""
         return self.encode(text)
 
     @abstractmethod
@@ -93,8 +93,16 @@ class Tokenizer(ABC):
         """Return the text of `ids`. Special tokens have no text; bytes that are not UTF-8 become U+FFFD."""
 
     @abstractmethod
-    def stream(self, prompt: Sequence[int]) -> Detokenizer:
-        """Return a detokenizer for the tokens after `prompt`. Marks of reasoning and calls have a text."""
+    def piece(self, token_id: int) -> tuple[bytes, bool]:
+        """Return the bytes of a token as it is written after another one, and whether it is special. The bytes may be a
+        part of a character, and are empty for an id without a token.
+        """
+
+    @abstractmethod
+    def stream(self, prompt: Sequence[int], *, special: bool = False) -> Detokenizer:
+        """Return a detokenizer for the tokens after `prompt`. Marks of reasoning and calls have a text, and all special
+        tokens if `special`.
+        """
 
 
 def load_tokenizer(model_path: Path | str) -> Tokenizer:
@@ -119,7 +127,10 @@ class OracleTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < ORACLE_EOS).decode(errors="replace")
 
-    def stream(self, prompt: Sequence[int]) -> Detokenizer:
+    def piece(self, token_id: int) -> tuple[bytes, bool]:
+        return (bytes([token_id]), False) if token_id < ORACLE_EOS else (b"", True)
+
+    def stream(self, prompt: Sequence[int], *, special: bool = False) -> Detokenizer:
         return _ByteStream()
 
 
@@ -152,6 +163,7 @@ class _FolderTokenizer(Tokenizer):
         self.vocab_size = max(self._own_size, padded)
         self.eos_ids = _read_eos_ids(folder, self._tokenizer.token_to_id(_content(config.get("eos_token"))))
         self._spelling = lru_cache(_SPELLINGS)(self.decode)
+        self._whole = lru_cache(_SPELLINGS)(lambda ids: str(self._tokenizer.decode(ids, skip_special_tokens=False)))
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         marks = _MARKS | (_HARMONY_MARKS if self.token_id(_HARMONY) is not None else frozenset())
@@ -163,7 +175,7 @@ class _FolderTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         return self._encode(text, special=True)
 
-    def encode_rendered(self, text: str) -> list[int]:
+    def encode_plain(self, text: str) -> list[int]:
         return self._encode(text, special=False)
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
@@ -187,14 +199,27 @@ class _FolderTokenizer(Tokenizer):
             [text] = self._tokenizer.decode_batch([ids])  # releases the GIL
         return text
 
-    def stream(self, prompt: Sequence[int]) -> Detokenizer:
-        last = next((token_id for token_id in reversed(prompt) if not self._is_silent(token_id)), None)
-        stream = _ContextStream(self._spelling, self._bytes, self._is_silent, self._letter, last, self._errors)
-        stream.marks = self._marks
+    def stream(self, prompt: Sequence[int], *, special: bool = False) -> Detokenizer:
+        spelling, silent = (self._whole, self._is_unknown) if special else (self._spelling, self._is_silent)
+        last = next((token_id for token_id in reversed(prompt) if not silent(token_id)), None)
+        stream = _ContextStream(spelling, self._bytes, silent, self._letter, last, self._errors)
+        stream.marks = {} if special else self._marks
         return stream
 
+    def piece(self, token_id: int) -> tuple[bytes, bool]:
+        if token_id in self._special:
+            return (self._tokenizer.id_to_token(token_id) or "").encode(), True
+        if self._is_silent(token_id):
+            return b"", False
+        text = self._spelling((*self._letter, token_id))[len(self._spelling(self._letter)) :]
+        part = self._bytes(token_id) if _INCOMPLETE in text else None
+        return text.encode() if part is None else part, False
+
     def _is_silent(self, token_id: int) -> bool:
-        return token_id in self._special or self._tokenizer.id_to_token(token_id) is None
+        return token_id in self._special or self._is_unknown(token_id)
+
+    def _is_unknown(self, token_id: int) -> bool:
+        return self._tokenizer.id_to_token(token_id) is None
 
     def _bytes(self, token_id: int) -> bytes | None:
         """Return the bytes of a token that are a part of a character, or None if it is text."""

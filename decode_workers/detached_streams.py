@@ -65,7 +65,8 @@ class _Stream:
 
     def matches(self, wanted: SequenceSpec) -> bool:
         """Whether this is the requested stream, and everything after the tokens known there is remembered."""
-        if self.spec is None or replace(self.spec, known=()) != replace(wanted, known=()):
+        other = replace(wanted, known=(), prompt_logprobs=None)  # those of the prompt came before
+        if self.spec is None or replace(self.spec, known=(), prompt_logprobs=None) != other:
             return False
         known = len(wanted.known)
         return self.first <= known <= len(self.ids) and tuple(self.ids[:known]) == wanted.known

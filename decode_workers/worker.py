@@ -47,6 +47,8 @@ def stepped(result: StepResult, times: DecodeTimes) -> Iterator[HandoffEvents]:
     times.verified(result)
     for key, thoughts in result.thoughts:
         yield key, [events.thoughts(key, thoughts)]
+    for key, part in result.prompts:
+        yield key, [events.prompt_part(key, part)]
     for item in result.outputs:
         sent = events.output(item)
         if item.finish is not None:

@@ -14,7 +14,7 @@ from functools import partial
 import structlog
 
 from baton.clock import Clock
-from baton.core import HandoffId, Load, SequenceSpec, ThinkingState, WorkerInfo
+from baton.core import HandoffId, Load, PromptPart, SequenceSpec, ThinkingState, WorkerInfo
 from baton.engine.engine import Engine
 from baton.engine.sequence import ScheduledSequence as StepWork
 from baton.engine.step_result import SequenceOutput, StepResult
@@ -41,6 +41,10 @@ def stepped(result: StepResult, works: Mapping[HandoffId, PrefillJob]) -> Iterat
         if (work := works.get(key)) is not None:
             work.thoughts.add(thoughts)
             yield key, [events.thoughts(key, thoughts)]
+    for key, part in result.prompts:
+        if (work := works.get(key)) is not None:
+            work.prompt_parts.append(part)
+            yield key, [events.prompt_part(key, part)]
     for item in result.outputs:
         if (work := works.get(item.key)) is not None:
             yield item.key, _output(item, work)
@@ -81,11 +85,12 @@ class PrefillJob(Job):
     first: SequenceOutput | None = None  # the sampled first token
     waits: bool = False  # its push failed, and its KV waits for a retransfer or a Release
     thoughts: Thoughts = field(default_factory=Thoughts)
+    prompt_parts: list[PromptPart] = field(default_factory=list)  # with log-probabilities
 
     def replay(self, handoff: HandoffId) -> list[worker_pb2.WorkerEvent]:
         """Repeat all events about the output under the new handoff, because the router may have left the old one."""
         first = events.output(replace(self.first, key=handoff)) if self.first is not None else []
-        return self.thoughts.events(handoff) + first
+        return self.thoughts.events(handoff) + [events.prompt_part(handoff, each) for each in self.prompt_parts] + first
 
     def end(self, thinking: ThinkingState | None) -> PushEnd:
         """Return the end of the push, which includes the sampled first token."""
@@ -172,10 +177,12 @@ class PrefillWorker(HandoffRole[PrefillJob]):
             return
         self._history.step("prefill", handoff)
         self._add(handoff, PrefillJob(session, spec, deadline, streams, PrefillTimes(self._clock)))
-        fetch = self.fetches.begin(handoff, spec, to, message.skip)
+        plain = spec.sampling.max_tokens > 0 and spec.prompt_logprobs is None
+        fetch = self.fetches.begin(handoff, spec, to, message.skip) if plain else None
         if fetch is None:
             self._engine.submit(handoff, spec, hold=True)
-        self._begin(PushJob(handoff, to, len(spec), message.skip, fetch, spec.deterministic))
+        if spec.sampling.max_tokens:  # else the request ends here
+            self._begin(PushJob(handoff, to, len(spec), message.skip, fetch, spec.deterministic))
 
     def fetch_ended(self, handoff: HandoffId) -> None:
         """Continue with a prompt after its fetch succeeded or failed. Called from any thread."""
@@ -221,8 +228,8 @@ class PrefillWorker(HandoffRole[PrefillJob]):
     def _streams(self, spec: SequenceSpec, skip: int) -> bool:
         if not 0 <= skip < len(spec):
             raise InvalidRequest.of("skip", f"must be less than {len(spec)} tokens, got {skip}")
-        layout = self._info.layout
-        return (len(spec) - skip) * layout.layers * layout.layer_token_bytes > self._coalesce_below
+        nbytes = (len(spec) - skip) * self._info.layout.layers * self._info.layout.layer_token_bytes
+        return spec.sampling.max_tokens > 0 and nbytes > self._coalesce_below
 
     def _begin(self, job: PushJob) -> None:
         try:

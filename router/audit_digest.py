@@ -9,7 +9,8 @@ its length (u32), then its items; a text is the list of its UTF-8 bytes.
 3. what was asked, defaults filled in: max_tokens (u32), min_tokens (u32), temperature (f32), top_p (f32), top_k (u32),
    min_p (f32), seed (flag; if 1, u64; 0 where the temperature is 0: nothing is drawn), repetition_penalty (f32),
    presence_penalty (f32), frequency_penalty (f32), stop (list of texts), stop_token_ids (list of u32),
-   ignore_eos (flag), logit_bias (by token id; list of u32 and f32), logprobs (i32; -1: none)
+   ignore_eos (flag), logit_bias (by token id; list of u32 and f32), logprobs (i32; -1: none), and only if there are bad
+   words: bad_words (list of texts)
 4. the answers: their number (u32), then of each: tokens (list of u32), logprobs (list of: that of the token as f32, and
    a list of u32 and f32, the best tokens and theirs; empty unless asked for)
 """
@@ -60,6 +61,7 @@ def _sampling(asked: Sampling) -> Iterator[bytes]:
     yield struct.pack("<B", asked.ignore_eos)
     yield _pairs(asked.logit_bias)
     yield struct.pack("<i", -1 if asked.logprobs is None else asked.logprobs)
+    yield _list(_text(text) for text in asked.bad_words) if asked.bad_words else b""
 
 
 def _answer(answer: Delivered) -> bytes:

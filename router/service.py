@@ -124,7 +124,8 @@ class Inference(InferenceServicer):
         try:
             self._parser.check_tokenize(request)
             with self._text_call(request):
-                ids = await self._parser.encode(request.chat if request.HasField("chat") else request.text)
+                special = request.add_special_tokens if request.HasField("add_special_tokens") else None
+                ids = await self._parser.encode(request.chat if request.HasField("chat") else request.text, special)
         except BatonError as error:
             await abort(context, error)
         return pb.TokenizeReply(ids=ids)
@@ -133,10 +134,11 @@ class Inference(InferenceServicer):
         try:
             self._parser.check_detokenize(request)
             with self._text_call(request):
-                text = await self._parser.decode(request.ids)
+                if request.pieces:
+                    return pb.DetokenizeReply(pieces=await self._parser.pieces(request.ids))
+                return pb.DetokenizeReply(text=await self._parser.decode(request.ids))
         except BatonError as error:
             await abort(context, error)
-        return pb.DetokenizeReply(text=text)
 
     @contextmanager
     def _text_call(self, request: pb.TokenizeRequest | pb.DetokenizeRequest) -> Iterator[None]:

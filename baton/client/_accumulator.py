@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton.client._messages import trusted, values
-from baton.client.types import Choice, Completion, Delta, Placement, Thought, Timings, Usage
-from baton.core import FinishReason, TokenLogprobs
+from baton.client.types import Choice, Completion, Delta, Placement, PromptToken, Thought, Timings, Usage
+from baton.core import FinishReason, PromptPart, TokenLogprobs
 from baton.errors import EngineFault
 from baton.rpc import convert
 from baton.rpc.convert import span_from_pb
@@ -47,6 +47,7 @@ class Fold:
         self._defaults = common.Sampling()  # that the router added to the request
         self.trace_id = ""
         self.trace: tuple[Span, ...] = ()
+        self._prompt: list[PromptToken] = []  # scored
         self._started = False  # an event has arrived; the request must not be sent again
         self._events = 0  # events of the current stream
         self._choices: dict[int, _ChoiceState] = {}
@@ -67,6 +68,10 @@ class Fold:
     def thoughts(self) -> tuple[Thought, ...]:
         return self._choice().thoughts
 
+    @property
+    def prompt_logprobs(self) -> tuple[PromptToken, ...]:
+        return tuple(self._prompt)
+
     def _choice(self, index: int = 0) -> Choice:
         return self._choices.get(index, _ChoiceState()).freeze()
 
@@ -82,6 +87,8 @@ class Fold:
                 return self._tokens(event.tokens)
             case "thought":
                 return self._thought(event.thought)
+            case "prompt_logprobs":
+                self._score(trusted(convert.prompt_part_from_pb, event.prompt_logprobs))
             case "finished":
                 self._finished(event.finished)
             case "accepted":
@@ -113,7 +120,7 @@ class Fold:
             raise self._broken("ended with an unfinished choice")
         choices = tuple(self._choice(index) for index in sorted(self._choices))
         rest = (self.usage, self.timings, self.placement, self.system_fingerprint, self.trace_id, self.trace)
-        return Completion(self.request_id, choices, *rest)
+        return Completion(self.request_id, choices, *rest, self.prompt_logprobs)
 
     def _check_order(self, event: inference.GenerateEvent) -> None:
         if self.usage is not None:
@@ -140,6 +147,11 @@ class Fold:
         state.tokens.extend(delta.tokens)
         state.logprobs.extend(logprobs)
         return None if again else delta
+
+    def _score(self, part: PromptPart) -> None:
+        if part.start != len(self._prompt):
+            raise self._broken(f"received prompt token {part.start}, expected {len(self._prompt)}")
+        self._prompt += part.tokens
 
     def _thought(self, message: inference.Thought) -> Delta | None:
         """Return None for a repeated thought. Only the first choice has those of the prompt; others start later."""

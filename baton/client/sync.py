@@ -94,6 +94,7 @@ class Stream(Fold):
         request.received.extend(self._received(self._request.n))
         request.request.sampling.MergeFrom(self._defaults)
         request.system_fingerprint = self.system_fingerprint
+        request.prompt_logprobs_received = len(self._prompt)
         self._rewind()
         return stub.Resume(request, timeout=left, metadata=client._metadata)
 

@@ -10,6 +10,7 @@ from baton import core
 from baton.control_plane import Plan as Plan
 from baton.control_plane import Slot as Slot
 from baton.core import FinishReason, Load, TokenLogprobs, WorkerInfo
+from baton.core import PromptToken as PromptToken
 from baton.stages import Timings as Timings
 from baton.tracing.trace import Span
 
@@ -20,7 +21,7 @@ class Options(TypedDict, total=False):
     """Options of a request; None takes the server's default (in parentheses). The server rejects unsupported ones."""
 
     model: str  # (the served one)
-    max_tokens: int | None  # (16)
+    max_tokens: int | None  # (16) 0 only computes the prompt
     min_tokens: int | None  # (0) No end of sequence and no stop token before.
     temperature: float | None  # (1.0) 0 is greedy.
     top_p: float | None  # (1.0)
@@ -34,14 +35,20 @@ class Options(TypedDict, total=False):
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool | None  # (False)
     logit_bias: Mapping[int, float] | None  # token id -> added to its logit
+    bad_words: Sequence[str] | None  # texts that the answer never completes
+    include_stop_str_in_output: bool | None  # (False) the text ends with the stop string
+    skip_special_tokens: bool | None  # (True) special tokens have no text
+    add_special_tokens: bool | None  # (True for a text, False for a chat) begin with the model's special tokens
     n: int | None  # (1)
     logprobs: int | None  # (none) 0 returns those of the chosen tokens, k also those of the k best
+    prompt_logprobs: int | None  # (none) the same for the tokens of the prompt, which is computed without its cache
     deterministic: bool | None  # (False) bit-identical on all workers with one system fingerprint
     thoughts: bool | None  # (False) return a thinking model's thought about each chunk of its context
     think_while_decoding: bool | None  # (as in the cluster file) also think about generated tokens
-    json_schema: str | Mapping[str, object] | None  # the format of the answer; at most one of these three
+    json_schema: str | Mapping[str, object] | None  # the format of the answer; at most one of these four
     regex: str | None
     choices: Sequence[str] | None
+    grammar: str | None  # in llguidance's form of Lark
     priority: int | None  # (0) -100 to 100; higher runs first
     cache_scope: str | None  # ("") cached prompts are shared only within a scope
     trace: bool | None  # (False) return the spans of all processes that served the request
@@ -136,6 +143,7 @@ class Completion:
     system_fingerprint: str = ""  # Identifies everything that affects the bits of the answer, except the request.
     trace_id: str = ""  # 32 hex digits
     trace: tuple[Span, ...] = ()  # if requested; ordered by start
+    prompt_logprobs: tuple[PromptToken, ...] = ()  # if requested; one for each token of the prompt
 
     @property
     def text(self) -> str:

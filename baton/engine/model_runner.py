@@ -17,6 +17,7 @@ from baton.engine.kv_cache import KVCache
 from baton.engine.memory.staging import BlockTables, Staged
 from baton.engine.model_backend import ModelBackend
 from baton.engine.request import Request
+from baton.engine.sampling.prompt_logprobs import ROWS
 from baton.engine.sampling.sampler import Sampled, Sampler
 from baton.engine.sequence import LayerListener, ScheduledSequence
 from baton.engine.thinking import Thoughts
@@ -41,7 +42,7 @@ class Inputs:
             token_ids=tokens,
             positions=tokens,
             slots=tokens,
-            logit_rows=(torch.int64, rows),
+            logit_rows=(torch.int64, (max(max_rows, ROWS),)),
             query_starts=(torch.int32, (max_rows + 1,)),
             kv_lens=(torch.int32, rows),
         )
@@ -56,6 +57,7 @@ class Inputs:
         *,
         fixed: bool = False,
         thinking: Injection | None = None,
+        every_row: bool = False,
     ) -> Batch:
         """Build the batch for `work`; `tokens[i]` are all known tokens of sequence i. Valid until the next build."""
         starts = [item.sequence.computed for item in work]
@@ -66,7 +68,7 @@ class Inputs:
             self._tables.write(row, item.sequence.allocation)
         self._arrays["kv_lens"][: len(work)] = contexts
         n = self._write_ones(starts, tokens) if max(counts) == 1 else self._write_chunks(starts, counts, tokens)
-        wanted = np.cumsum(counts)[[item.completes for item in work]] - 1
+        wanted = np.arange(n) if every_row else np.cumsum(counts)[[item.completes for item in work]] - 1
         self._arrays["logit_rows"][: len(wanted)] = wanted
         self._arrays["logit_rows"][len(wanted) :] = 0
         self._tables.push()
@@ -145,8 +147,12 @@ class OrdinaryForwards:
         listener = partial(on_layer, part.work) if on_layer is not None else None
         thinking = None if self._thoughts is None else self._thoughts.inject(part.work)
         tokens = [request.tokens for request in requests]
-        batch = self.inputs.build(part.work, tokens, listener, fixed=part.exact, thinking=thinking)
+        every = part.scores is not None
+        batch = self.inputs.build(part.work, tokens, listener, fixed=part.exact, thinking=thinking, every_row=every)
         logits = backend.forward(batch, kv)
+        if part.scores is not None:
+            part.scores.take(logits, part.work[0].sequence.computed)
+            logits = logits[-1:]
         if self._thoughts is not None and thinking is not None:
             wanted = [item for item in part.work if item.completes]
             self._thoughts.settle(part.work, thinking)

@@ -178,7 +178,8 @@ def _needs_no_host(request: Request) -> bool:
     """Return whether the next draw of a request depends on nothing but counts and its last token."""
     row, sampling = request.row, request.choice.sampling
     unbarred = row.produced >= sampling.min_tokens and sampling.logprobs is None
-    return unbarred and row.seen is None and row.guide is None and not request.sequence.policies
+    plain = row.seen is None and row.guide is None and not row.bad_words
+    return unbarred and plain and not request.sequence.policies
 
 
 def _feed(token_ids: Tensor, last: Tensor, sources: list[int]) -> None:

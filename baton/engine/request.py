@@ -12,7 +12,8 @@ from baton.engine.model_backend import ModelBackend
 from baton.engine.prefix_cache import BlockHashChain, scope_key
 from baton.engine.sampling.logits import Row
 from baton.engine.sampling.output import OutputFactory, OutputState
-from baton.engine.sequence import Sequence
+from baton.engine.sampling.prompt_logprobs import PromptScores
+from baton.engine.sequence import Sequence, SequencePolicy
 from baton.engine.step_result import SequenceOutput
 from baton.engine.thinking import Thoughts
 from baton.errors import InvalidRequest
@@ -77,13 +78,17 @@ class RequestFactory:
             raise InvalidRequest.of("deterministic", f"not supported here. {self.backend.nondeterminism}".rstrip(". "))
         if spec.think_while_decoding and self.thoughts is None:
             raise InvalidRequest.of("think_while_decoding", "the model does not think")
+        if spec.prompt_logprobs is not None and self.thoughts is not None:
+            raise InvalidRequest.of("prompt_logprobs", "not supported for a model that thinks")
         if spec.think_while_decoding and spec.deterministic:
             raise InvalidRequest.of("think_while_decoding", "cannot be combined with deterministic")
         self.choices.check(spec)
 
     def begin(self, key: HandoffId, spec: SequenceSpec, *, hold: bool) -> Request | SequenceOutput:
         """Create a request that is computed from its first token, or return its end if known tokens end it."""
-        policies = () if self.thoughts is None else (self.thoughts.begin(spec),)
+        policies: tuple[SequencePolicy, ...] = () if self.thoughts is None else (self.thoughts.begin(spec),)
+        if spec.prompt_logprobs is not None:
+            policies = (PromptScores(spec.prompt, spec.prompt_logprobs),)
         return self._begin(key, spec, Sequence(key, 0, len(spec), len(spec), policies=policies), hold=hold)
 
     def adopt(self, key: HandoffId, spec: SequenceSpec, carried: ThinkingState | None) -> Request | SequenceOutput:

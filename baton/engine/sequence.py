@@ -10,7 +10,7 @@ from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar
 
-from baton.core import HandoffId, Thought
+from baton.core import HandoffId, PromptPart, Thought
 from baton.engine.block_pool import Allocation
 from baton.engine.prefix_cache import BlockHashChain
 
@@ -66,6 +66,10 @@ class SequencePolicy:
 
     def new_thoughts(self) -> list[Thought]:
         """Return thoughts that were not returned before."""
+        return []
+
+    def new_prompt_parts(self) -> list[PromptPart]:
+        """Return scored parts of the prompt that were not returned before."""
         return []
 
 

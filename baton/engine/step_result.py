@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from baton.core import Finish, HandoffId, Thought, Token
+from baton.core import Finish, HandoffId, PromptPart, Thought, Token
 from baton.engine.determinism.planner import Verifying
 from baton.engine.sequence import ScheduledSequence, Sequence
 from baton.errors import EngineFault
@@ -27,6 +27,7 @@ class StepResult:
 
     outputs: list[SequenceOutput] = field(default_factory=list)
     thoughts: list[tuple[HandoffId, list[Thought]]] = field(default_factory=list)  # they precede `outputs`
+    prompts: list[tuple[HandoffId, PromptPart]] = field(default_factory=list)  # with log-probabilities; as `thoughts`
     preempted: list[HandoffId] = field(default_factory=list)
     failed: list[tuple[HandoffId, EngineFault]] = field(default_factory=list)
     computed: int = 0  # tokens that went through the model; 0 means that nothing could be done now
@@ -51,6 +52,7 @@ class StepResult:
             for policy in sequence.policies:
                 if thoughts := policy.new_thoughts():
                     self.thoughts.append((sequence.key, thoughts))
+                self.prompts += [(sequence.key, part) for part in policy.new_prompt_parts()]
 
 
 @dataclass(slots=True)

@@ -26,6 +26,8 @@ from baton.core import (
     LeftOut,
     Load,
     Pace,
+    PromptPart,
+    PromptToken,
     Role,
     Sampling,
     SequenceSpec,
@@ -37,7 +39,7 @@ from baton.core import (
     WorkerRef,
 )
 from baton.errors import InvalidRequest
-from baton.limits import MAX_PRIORITY
+from baton.limits import MAX_LOGPROBS, MAX_PRIORITY
 from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import inference_pb2 as inference
 from baton.rpc.v1 import worker_pb2 as worker
@@ -57,17 +59,17 @@ def constraint_from_pb(message: inference.Constraint) -> Constraint:
     """Read a constraint. Raises InvalidRequest if it has no kind or is too large."""
     kind = message.WhichOneof("kind")
     if kind is None:
-        raise InvalidRequest.of("constraint", "one of json_schema, regex and choices must be set")
+        raise InvalidRequest.of("constraint", "one of json_schema, regex, choices and grammar must be set")
     if kind == "choices":
         return Constraint(kind, tuple(message.choices.texts), tuple(message.after))
-    text = message.json_schema if kind == "json_schema" else message.regex
-    return Constraint(kind, (text,), tuple(message.after))
+    texts = {"json_schema": message.json_schema, "regex": message.regex, "grammar": message.grammar}
+    return Constraint(kind, (texts[kind],), tuple(message.after))
 
 
 _REASONS = {reason: common.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
 _REASONS_BACK = {number: reason for reason, number in _REASONS.items()}
 _DTYPES = ("float32", "bfloat16", "float16", "int8")
-_SAMPLING_LISTS = ("stop", "stop_token_ids", "logit_bias")
+_SAMPLING_LISTS = ("stop", "stop_token_ids", "logit_bias", "bad_words")
 _SAMPLING = tuple(field.name for field in fields(Sampling) if field.name not in {"logit_bias", "logprobs"})
 _SAMPLING_OF = attrgetter(*_SAMPLING)
 
@@ -127,6 +129,7 @@ def sampling_from_pb(message: common.Sampling, logprobs: int | None = None) -> S
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         logit_bias=tuple(sorted(message.logit_bias.items())),
+        bad_words=tuple(message.bad_words),
         logprobs=logprobs,
         **given,
     )
@@ -144,6 +147,7 @@ def spec_to_pb(value: SequenceSpec) -> worker.SequenceSpec:
         constraint=constraint_to_pb(value.constraint),
         deterministic=value.deterministic,
         think_while_decoding=value.think_while_decoding,
+        prompt_logprobs=value.prompt_logprobs,
     )
 
 
@@ -158,7 +162,34 @@ def spec_from_pb(message: worker.SequenceSpec) -> SequenceSpec:
     prompt, known = tuple(message.prompt), tuple(message.known)
     constraint = constraint_from_pb(message.constraint) if message.HasField("constraint") else None
     rest = (message.priority, message.cache_scope, constraint, message.deterministic, message.think_while_decoding)
-    return SequenceSpec(prompt, sampling, known, *rest)
+    return SequenceSpec(prompt, sampling, known, *rest, asked_prompt_logprobs(message))
+
+
+def asked_prompt_logprobs(message: worker.SequenceSpec | inference.GenerateRequest) -> int | None:
+    """Read the field of this name. Raises InvalidRequest if it is out of range."""
+    if not message.HasField("prompt_logprobs"):
+        return None
+    text = f"must be between 0 and {MAX_LOGPROBS}, got {message.prompt_logprobs}"
+    require(message.prompt_logprobs <= MAX_LOGPROBS, "prompt_logprobs", text)
+    return message.prompt_logprobs
+
+
+def prompt_part_to_pb(part: PromptPart) -> common.PromptLogprobs:
+    """Convert a scored part of a prompt."""
+    scores = [common.TokenLogprobs() if t.logprobs is None else token_logprobs_to_pb(t.logprobs) for t in part.tokens]
+    found = common.PromptLogprobs(ids=[t.token_id for t in part.tokens], ranks=[t.rank for t in part.tokens])
+    found.logprobs.extend(scores)
+    setattr(found, "from", part.start)  # a keyword in Python
+    return found
+
+
+def prompt_part_from_pb(message: common.PromptLogprobs) -> PromptPart:
+    """Read a scored part of a prompt. Raises InvalidRequest if the parallel arrays differ in length."""
+    ids, ranks, scores = message.ids, message.ranks, message.logprobs
+    require(len(ids) == len(ranks) == len(scores), "prompt_logprobs", "its arrays differ in length")
+    rows = zip(ids, ranks, scores, strict=True)
+    tokens = (PromptToken(i, rank, token_logprobs_from_pb(score) if rank else None) for i, rank, score in rows)
+    return PromptPart(getattr(message, "from"), tuple(tokens))
 
 
 def token_logprobs_to_pb(value: TokenLogprobs) -> common.TokenLogprobs:
@@ -252,12 +283,14 @@ def finish_reason_from_pb(number: common.FinishReason.ValueType) -> FinishReason
 
 def finish_to_pb(value: Finish) -> worker.OutputFinish:
     """Convert a finish. The tail is internal: a client gets it as text."""
-    return worker.OutputFinish(reason=_REASONS[value.reason], matched=value.matched, tail=value.tail)
+    scores = None if value.logprobs is None else token_logprobs_to_pb(value.logprobs)
+    return worker.OutputFinish(reason=_REASONS[value.reason], matched=value.matched, tail=value.tail, logprobs=scores)
 
 
 def finish_from_pb(message: worker.OutputFinish) -> Finish:
     """Read a finish. Raises InvalidRequest if this version does not have the reason."""
-    return Finish(finish_reason_from_pb(message.reason), message.matched, message.tail)
+    scores = token_logprobs_from_pb(message.logprobs) if message.HasField("logprobs") else None
+    return Finish(finish_reason_from_pb(message.reason), message.matched, message.tail, scores)
 
 
 def layout_to_pb(value: KVLayout) -> common.KVLayout:

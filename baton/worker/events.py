@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from baton.core import Finish, HandoffId, Thought, Token
+from baton.core import Finish, HandoffId, PromptPart, Thought, Token
 from baton.engine.step_result import SequenceOutput
 from baton.errors import BatonError
 from baton.rpc import convert
@@ -51,6 +51,11 @@ def tokens(handoff: HandoffId, items: Sequence[Token]) -> Event:
 def thoughts(handoff: HandoffId, items: Sequence[Thought]) -> Event:
     """Send thoughts about consecutive chunks, at least one."""
     return Event(handoff=convert.handoff_to_pb(handoff), thoughts=thoughts_to_pb(items))
+
+
+def prompt_part(handoff: HandoffId, part: PromptPart) -> Event:
+    """Send log-probabilities of a part of the prompt."""
+    return Event(handoff=convert.handoff_to_pb(handoff), prompt_logprobs=convert.prompt_part_to_pb(part))
 
 
 def finished(handoff: HandoffId, finish: Finish) -> Event:

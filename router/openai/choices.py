@@ -6,21 +6,20 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import accumulate
 from typing import TypeAlias
 
 from router.openai.errors import Json
 from router.openai.formats.answer import ReadAnswer, reader_of, whole
 from router.openai.formats.calls import Tools
 from router.openai.formats.text import Arguments, Call, Part, Reasoning, Source
-from router.openai.upstream import Scored, bytes_of
+from router.openai.logprobs.tokens import Scored, TokenText
 
 
 class CompletionFormat:
     """Choices of `text_completion` objects: `choice` of an unstreamed answer, the others of chunks. `opening` is the
     first delta of a choice, if any. `piece` returns no choice while it holds the text back. `ending` returns that text,
-    then the finish reason. `offset` counts the characters of the choice's earlier tokens. The same text of the same
-    `request_id` always gives the same choices, so that a stream can be resumed.
+    then the finish reason. The same text of the same `request_id` always gives the same choices, so that a stream can
+    be resumed.
     """
 
     request_id, opened, reasons = "", False, False
@@ -34,41 +33,50 @@ class CompletionFormat:
         pass
 
     def choice(self, index: int, text: str, scored: Sequence[Scored] | None, reason: str) -> Json:
-        return _text_choice(index, text, scored, 0, reason)
+        return _text_choice(index, text, scored, reason)
 
     def opening(self, index: int) -> Json | None:
         return None
 
-    def piece(self, index: int, text: str, scored: Sequence[Scored] | None, offset: int) -> list[Json]:
-        return [_text_choice(index, text, scored, offset, None)]
+    def piece(self, index: int, text: str, scored: Sequence[Scored] | None) -> list[Json]:
+        return [_text_choice(index, text, scored, None)]
 
     def thought(self, index: int, thought: Json) -> Json:
-        return _text_choice(index, "", None, 0, None) | {"thoughts": [thought]}
+        return _text_choice(index, "", None, None) | {"thoughts": [thought]}
+
+    def add_prompts(self, answer: Json, prompts: Sequence[object]) -> None:
+        """Add the log-probabilities of each call's prompt to the whole answer."""
+        each = len(answer["choices"]) // len(prompts)
+        for place, choice in enumerate(answer["choices"]):
+            choice["prompt_logprobs"] = prompts[place // each]
 
     def ending(self, index: int, reason: str) -> list[Json]:
-        return [_text_choice(index, "", None, 0, reason)]
+        return [_text_choice(index, "", None, reason)]
 
 
-def _text_choice(index: int, text: str, scored: Sequence[Scored] | None, offset: int, reason: str | None) -> Json:
-    logprobs = None if scored is None else _text_logprobs(scored, offset)
+def _text_choice(index: int, text: str, scored: Sequence[Scored] | None, reason: str | None) -> Json:
+    logprobs = None if scored is None else _text_logprobs(scored)
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _text_logprobs(scored: Sequence[Scored], offset: int) -> Json:
-    offsets = list(accumulate((len(each.text) for each in scored), initial=offset))
+def _text_logprobs(scored: Sequence[Scored]) -> Json:
     return {
-        "tokens": [each.text for each in scored],
+        "tokens": [each.token.text for each in scored],
         "token_logprobs": [each.logprob for each in scored],
-        "top_logprobs": [_best(each.top) for each in scored],
-        "text_offset": offsets[:-1],
+        "top_logprobs": [_best(each) for each in scored],
+        "text_offset": [each.offset for each in scored],
     }
 
 
-def _best(top: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """Return log-probabilities by text. Several tokens may share a text; the likeliest is kept."""
+def _best(scored: Scored) -> dict[str, float] | None:
+    """Return log-probabilities by text, also of the token itself, or None for the first token of a prompt. Several
+    tokens may share a text; the likeliest is kept.
+    """
+    if scored.logprob is None:
+        return None
     best: dict[str, float] = {}
-    for text, logprob in top:
-        best.setdefault(text, logprob)
+    for token, logprob in (*scored.top, (scored.token, scored.logprob)):
+        best.setdefault(token.text, logprob)
     return best
 
 
@@ -124,7 +132,7 @@ class ChatFormat:
     def opening(self, index: int) -> Json | None:
         return _delta(index, {"role": "assistant", "content": ""})
 
-    def piece(self, index: int, text: str, scored: Sequence[Scored] | None, offset: int) -> list[Json]:
+    def piece(self, index: int, text: str, scored: Sequence[Scored] | None) -> list[Json]:
         """Return deltas for text and calls as soon as they are certain."""
         parts = [text] if self._plain else self._reader(index).feed(text)
         deltas = self._deltas(index, parts)
@@ -135,6 +143,9 @@ class ChatFormat:
 
     def thought(self, index: int, thought: Json) -> Json:
         return _delta(index, {"thoughts": [thought]})
+
+    def add_prompts(self, answer: Json, prompts: Sequence[object]) -> None:
+        [answer["prompt_logprobs"]] = prompts
 
     def ending(self, index: int, reason: str) -> list[Json]:
         deltas = [] if self._plain else self._deltas(index, self._reader(index).end())
@@ -194,14 +205,14 @@ def _chat_logprobs(scored: Sequence[Scored] | None) -> Json | None:
     if scored is None:
         return None
     content = [
-        _entry(each.text, each.logprob) | {"top_logprobs": [_entry(text, value) for text, value in each.top]}
+        _entry(each.token, each.logprob) | {"top_logprobs": [_entry(token, value) for token, value in each.top]}
         for each in scored
     ]
     return {"content": content, "refusal": None}
 
 
-def _entry(text: str, logprob: float) -> Json:
-    return {"token": text, "logprob": logprob, "bytes": bytes_of(text)}
+def _entry(token: TokenText, logprob: float | None) -> Json:
+    return {"token": token.text, "logprob": logprob, "bytes": list(token.raw) or None}
 
 
 ChoiceFormat: TypeAlias = CompletionFormat | ChatFormat

@@ -20,6 +20,7 @@ from router.openai.choices import ChatFormat, ChoiceFormat, CompletionFormat, Re
 from router.openai.errors import Json
 from router.openai.formats.forced import forced_schema
 from router.openai.formats.wire import AnswerWire
+from router.openai.logprobs.prompt import Wanted
 from router.openai.schema import ChatBody, Common, CompletionBody, Message, Prompt, StreamOptions, TokenizeBody, Tool
 from router.openai.upstream import EventId, Rename, wrong_id
 
@@ -42,11 +43,12 @@ class Job:
     logprobs: bool
     thoughts: bool
     wire: AnswerWire = field(default_factory=AnswerWire)
+    returns: Wanted = field(default_factory=Wanted)  # of the prompts
 
     @property
     def has_ids(self) -> bool:
-        """Whether events have ids, which list all calls."""
-        return self.stream and self.wire.resumable and self.slots <= MAX_HTTP_COUNTS
+        """Whether events have ids, which list all calls. A record of a stream has no prompt."""
+        return self.stream and self.wire.resumable and self.slots <= MAX_HTTP_COUNTS and not self.returns.echo
 
     @property
     def slots(self) -> int:
@@ -58,7 +60,8 @@ def event_id(job: Job, value: str) -> EventId:
     """Return the event that the header `last-event-id` names. Raises InvalidRequest."""
     if not job.has_ids:
         most = (MAX_HTTP_COUNTS - 1) // (1 + job.thoughts)
-        raise InvalidRequest(wrong_id(value, f"only allowed with stream: true, for at most {most} choices"))
+        allowed = f"only allowed with stream: true and without echo, for at most {most} choices"
+        raise InvalidRequest(wrong_id(value, allowed))
     calls = len(job.requests)
     if (found := _EVENT_ID.fullmatch(value)) is not None:
         counts = tuple(map(int, found[3].split(".")))
@@ -75,7 +78,9 @@ def chat_job(body: ChatBody, tool_form: str = "", reasoning_form: str = "") -> J
     """Return the call for a chat body. `tool_form` and `reasoning_form` are the model's. Raises InvalidRequest."""
     given = body.max_completion_tokens is not None
     request = _base_request(body, body.max_completion_tokens if given else body.max_tokens)
-    request.chat.CopyFrom(_chat(body.messages, body.offered, body.chat_template_kwargs, body.add_generation_prompt))
+    request.chat.CopyFrom(_chat(body, body.offered))
+    if body.reasoning_effort is not None:
+        request.chat.reasoning_effort = body.reasoning_effort
     schema = _schema(body, tool_form)
     if schema is not None:
         field = "tools" if body.forced else "response_format.json_schema.schema"
@@ -86,10 +91,21 @@ def chat_job(body: ChatBody, tool_form: str = "", reasoning_form: str = "") -> J
     read = body.offered if tool_form != "none" or body.forced else []
     tools = {tool.function.name: tool.function.parameters or {} for tool in read}
     shown = ChatFormat(Reading(reasoning_form, tool_form, tools, body.parallel_tool_calls is not False))
-    return _job(body, [request], shown, lambda _, field: _http_name(field, names), logprobs=bool(body.logprobs))
+    returns = Wanted(vllm_top=body.prompt_logprobs)
+    if returns.top is not None:
+        request.prompt_logprobs = returns.top
+    logprobs = bool(body.logprobs)
+    return _job(body, [request], shown, lambda _, field: _http_name(field, names), logprobs=logprobs, returns=returns)
 
 
-TOKENIZED = {"text": "prompt", "ids": "tokens", "chat.messages": "messages", "chat.tools": "tools", "chat": "messages"}
+TOKENIZED = {
+    "chat.continue_final_message": "continue_final_message",
+    "text": "prompt",
+    "ids": "tokens",
+    "chat.messages": "messages",
+    "chat.tools": "tools",
+    "chat": "messages",
+}
 
 
 @contextmanager
@@ -105,16 +121,18 @@ def http_names(names: dict[str, str]) -> Iterator[None]:
 def tokenize_call(body: TokenizeBody) -> pb.TokenizeRequest:
     """Return the call for a body of `/tokenize`. Raises InvalidRequest."""
     if body.messages is None:
-        return pb.TokenizeRequest(model=body.model or "", text=body.prompt or "")
-    chat = _chat(body.messages, body.tools or (), body.chat_template_kwargs, body.add_generation_prompt)
-    return pb.TokenizeRequest(model=body.model or "", chat=chat)
+        text = body.prompt or ""
+        return pb.TokenizeRequest(model=body.model or "", text=text, add_special_tokens=body.add_special_tokens)
+    chat = _chat(body, body.tools or ())
+    return pb.TokenizeRequest(model=body.model or "", chat=chat, add_special_tokens=body.add_special_tokens)
 
 
-def _chat(
-    messages: Sequence[Message], tools: Sequence[Tool], kwargs: Json | None, generation_prompt: bool | None
-) -> pb.ChatMessages:
+def _chat(body: ChatBody | TokenizeBody, tools: Sequence[Tool]) -> pb.ChatMessages:
+    messages, kwargs = body.messages or [], body.chat_template_kwargs
     called = {call.id: call.function.name for message in messages for call in message.tool_calls or ()}
-    chat = pb.ChatMessages(add_generation_prompt=generation_prompt)
+    chat = pb.ChatMessages(
+        add_generation_prompt=body.add_generation_prompt, continue_final_message=body.continue_final_message
+    )
     chat.messages.extend(_turn(message, called.get(message.tool_call_id or "")) for message in messages)
     if tools:
         chat.tools = _json([_shown(tool) for tool in tools], "tools")
@@ -135,18 +153,27 @@ def completion_job(body: CompletionBody) -> Job:
     base = _base_request(body, body.max_tokens)
     if body.logprobs is not None:
         base.logprobs = body.logprobs
+    returns = Wanted(bool(body.echo), body.logprobs if body.echo else None, body.prompt_logprobs)
+    if returns.top is not None:
+        base.prompt_logprobs = returns.top
     requests = [_with_prompt(base, prompt) for prompt in prompts]
-    return _job(body, requests, CompletionFormat(), rename, logprobs=body.logprobs is not None)
+    return _job(body, requests, CompletionFormat(), rename, logprobs=body.logprobs is not None, returns=returns)
 
 
 def _job(
-    body: Common, requests: list[pb.GenerateRequest], shown: ChoiceFormat, rename: Rename, *, logprobs: bool
+    body: Common,
+    requests: list[pb.GenerateRequest],
+    shown: ChoiceFormat,
+    rename: Rename,
+    *,
+    logprobs: bool,
+    returns: Wanted,
 ) -> Job:
     options = body.stream_options or StreamOptions()
     return Job(
         requests, format=shown, rename=rename, n=body.n or 1, stream=bool(body.stream), logprobs=logprobs,
         usage=bool(options.include_usage), running_usage=bool(options.continuous_usage_stats),
-        thoughts=bool(body.thoughts),
+        thoughts=bool(body.thoughts), returns=returns,
     )  # fmt: skip
 
 
@@ -171,6 +198,7 @@ def _base_request(body: Common, max_tokens: int | None) -> pb.GenerateRequest:
         think_while_decoding=body.think_while_decoding,
         priority=body.priority,
         cache_scope=body.cache_salt,
+        add_special_tokens=body.add_special_tokens,
     )
 
 
@@ -214,7 +242,12 @@ def _names(limit: str, constraint: str) -> dict[str, str]:
     """Return the HTTP names of the protocol fields of a chat request, of `max_tokens` and of its constraint."""
     wanted = {"constraint.json_schema": constraint} if constraint == "tools" else {}
     wanted |= {"constraint": constraint}
-    prompt = {"chat.messages": "messages", "chat.tools": "tools", "chat.template_kwargs": "chat_template_kwargs"}
+    prompt = {
+        "chat.continue_final_message": "continue_final_message",
+        "chat.messages": "messages",
+        "chat.tools": "tools",
+        "chat.template_kwargs": "chat_template_kwargs",
+    }
     prompt |= dict.fromkeys(("chat", "text", "token_ids", "prompt"), "messages")
     return wanted | prompt | {"logprobs": "top_logprobs", "max_tokens": limit}
 

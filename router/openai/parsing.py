@@ -22,29 +22,22 @@ _DRAIN = 16  # A too long body is read up to this multiple of the limit, so that
 
 # OpenAI's fields that are known but not supported, with the values that request nothing.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "add_special_tokens": (True,),
     "allowed_token_ids": (),
-    "bad_words": ([],),
     "guided_decoding_backend": (),
     "guided_grammar": (),
     "guided_whitespace_pattern": (),
-    "include_stop_str_in_output": (False,),
     "length_penalty": (1.0,),
-    "prompt_logprobs": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
 _REFUSED: Mapping[type[BaseModel], Mapping[str, tuple[object, ...]]] = {
-    CompletionBody: {"echo": (False,), "suffix": ("",), **_NEUTRAL},
+    CompletionBody: {"suffix": ("",), **_NEUTRAL},
     ChatBody: {
         **_NEUTRAL,
-        "add_special_tokens": (False,),
         "best_of": (1,),
-        "continue_final_message": (False,),
         "documents": (),
         "echo": (False,),
         "functions": ([],),
@@ -52,7 +45,6 @@ _REFUSED: Mapping[type[BaseModel], Mapping[str, tuple[object, ...]]] = {
         "audio": (),
         "modalities": (["text"],),
         "prediction": (),
-        "reasoning_effort": (),
         "web_search_options": (),
     },
 }

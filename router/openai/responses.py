@@ -29,7 +29,9 @@ from baton.stages import Stage, timings_of
 from router.audit_digest import joined
 from router.openai.errors import JSON, Json, problem_of
 from router.openai.job import Job
-from router.openai.upstream import EventId, Metadata, Scored, Streams, TokenTexts
+from router.openai.logprobs.prompt import ReturnedPrompt
+from router.openai.logprobs.tokens import Scored, TokenTexts
+from router.openai.upstream import EventId, Metadata, Streams
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 _KEEP_ALIVE = b": waiting\n\n"
@@ -109,7 +111,7 @@ class _Choice:
     text: list[str] = field(default_factory=list)
     scored: list[Scored] = field(default_factory=list)
     thoughts: list[Json] = field(default_factory=list)
-    offset: int = 0  # characters of all its tokens
+    offset: int = 0  # length of its text so far
     tokens: int = 0
     reason: str = ""
     opened: bool = False
@@ -174,6 +176,7 @@ class Answer:
         self._choices = [_Choice() for _ in range(len(job.requests) * job.n)]
         self._usage = pb.Usage()
         self._prompts = [0] * len(job.requests)  # tokens
+        self._returned = [ReturnedPrompt(request, texts, metadata) for request in job.requests]
         self._id = ""
         self._fingerprints: dict[int, str] = {}  # by call
         self._digests = [""] * len(job.requests)
@@ -195,6 +198,9 @@ class Answer:
             shown = self.job.format.choice(index, "".join(choice.text), scored, choice.reason)
             choices.append(shown | ({"thoughts": choice.thoughts} if self.job.thoughts else {}))
         answer = self._object(self.job.format.whole, choices) | self._account()
+        if (top := self.job.returns.vllm_top) is not None:
+            found = [await prompt.vllm(top) for prompt in self._returned]
+            self.job.format.add_prompts(answer, found)
         return orjson.dumps(self.job.wire.whole(answer))
 
     async def events(self, streams: Streams, keep_alive_s: float) -> AsyncGenerator[bytes]:
@@ -244,10 +250,9 @@ class Answer:
         opening = None if choice.opened else form.opening(index)
         found = [(slot, self._event([opening], usage=self._so_far(index)))] if opening else []
         choice.opened = True
+        choice.tokens = piece.tokens or choice.tokens
         with self._reading(piece):
-            shown = form.piece(index, piece.text, piece.scored, choice.offset) if piece.text or piece.scored else []
-        choices += shown
-        choice.offset += sum(len(each.text) for each in piece.scored or ())
+            choices += form.piece(index, piece.text, piece.scored) if piece.text or piece.scored else []
         if piece.reason:
             choices += form.ending(index, piece.reason)
         found += [(slot, self._event([each], usage=self._so_far(index))) for each in choices]
@@ -298,6 +303,11 @@ class Answer:
                 self._prompts[number] = event.accepted.prompt_tokens
                 self._fingerprints[number] = event.accepted.system_fingerprint
                 self.job.format.opened = event.accepted.in_thought
+                return await self._echoed(number) if self.job.returns.echo_top is None else []
+            case "prompt_logprobs":
+                self._returned[number].add(event.prompt_logprobs)
+                complete = len(self._returned[number]) == self._prompts[number]
+                return await self._echoed(number) if complete and self.job.returns.echo_top is not None else []
             case "tokens":
                 return await self._tokens(self._index(number, event.tokens.choice), event.tokens)
             case "thought":
@@ -310,7 +320,7 @@ class Answer:
                 choice = self._choices[index]
                 choice.reason, choice.recorded = reason, bool(choice.recorded)
                 self.job.wire.matched_stop = _stop_string(event.finished)
-                return [_Piece(index, reason=reason)]
+                return [*await self._end_token(index, event.finished), _Piece(index, reason=reason)]
             case "completed":
                 self._spend(event.completed.usage)
                 self._digests[number] = event.completed.usage.audit_digest
@@ -318,10 +328,34 @@ class Answer:
                 self.measured.completed(event.completed.timings)
         return []
 
+    async def _echoed(self, number: int) -> list[_Piece]:
+        """Return the prompt of a call as the beginning of each of its choices."""
+        if not self.job.returns.echo:
+            return []
+        returned, top = self._returned[number], self.job.returns.echo_top
+        text = await returned.text()
+        scored = None if top is None else await returned.scored(text, top)
+        places = range(number * self.job.n, (number + 1) * self.job.n)
+        for index in places:
+            self._choices[index].offset = len(text)
+        return [_Piece(index, text, scored) for index in places]
+
+    async def _end_token(self, index: int, finished: pb.Finished) -> list[_Piece]:
+        """Return the token that ended a choice: with `echo`, tools expect one entry for each token that was drawn."""
+        if not (self.job.returns.echo and self.job.logprobs and finished.HasField("logprobs")):
+            return []
+        scored = await self._texts.scored([int(finished.matched_stop)], [finished.logprobs], self._metadata)
+        return [_Piece(index, "", [replace(each, offset=self._choices[index].offset) for each in scored])]
+
     async def _tokens(self, index: int, found: pb.Tokens) -> list[_Piece]:
         """Return a piece for each token, so that events do not depend on how tokens arrive together."""
         self.measured.tokens(index, len(found.ids))
-        scored = await self._texts.scored(found, self._metadata) if self.job.logprobs else None
+        scored = await self._texts.scored(found.ids, found.logprobs, self._metadata) if self.job.logprobs else None
+        ends = [0, *accumulate(found.lengths)] if len(found.lengths) == len(found.ids) else [0] * len(found.ids)
+        if scored is not None:
+            before = self._choices[index].offset
+            scored = [replace(each, offset=before + end) for each, end in zip(scored, ends, strict=False)]
+        self._choices[index].offset += len(found.text)
         start: int = getattr(found, "from")  # a keyword in Python
         if not found.ids:
             return [_Piece(index, found.text, scored)]
@@ -330,7 +364,6 @@ class Answer:
             self._choices[index].recorded = found.recorded
         if len(found.lengths) != len(found.ids):
             return [_Piece(index, found.text, scored, tokens=total)]
-        ends = [0, *accumulate(found.lengths)]
         return [
             _Piece(index, found.text[ends[at] : ends[at + 1]], scored and scored[at : at + 1], tokens=start + at + 1)
             for at in range(len(found.ids))

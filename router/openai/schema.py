@@ -204,6 +204,11 @@ class Common(Body):
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
     @property
     def wanted_text(self) -> tuple[str, StructuredOutputs] | None:
@@ -227,6 +232,8 @@ class Common(Body):
     def _options_of_a_stream(self) -> Common:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only allowed with stream: true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs: only allowed without stream")
         options = self.stream_options or StreamOptions()
         if options.continuous_usage_stats and not options.include_usage:
             raise ValueError("stream_options.continuous_usage_stats: only allowed with include_usage: true")
@@ -239,6 +246,7 @@ class CompletionBody(Common):
     prompt: Annotated[Any, AfterValidator(_prompts)]
     logprobs: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     best_of: Int32 | None = None
+    echo: bool | None = None
 
     @model_validator(mode="after")
     def _best_is_all(self) -> CompletionBody:
@@ -345,6 +353,8 @@ class ChatBody(Common):
     # vLLM's
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
     @property
     def offered(self) -> list[Tool]:
@@ -388,12 +398,15 @@ class TokenizeBody(Body):
     tools: Annotated[list[Tool], Field(max_length=MAX_HTTP_TOOLS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
 
     @model_validator(mode="after")
     def _is_text_or_chat(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("prompt: exactly one of prompt and messages must be set")
-        chat = "tools", "chat_template_kwargs", "add_generation_prompt"
+        chat = "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"
         if self.prompt is not None and (wrong := [name for name, value in self if name in chat and value is not None]):
             raise ValueError(f"{wrong[0]}: only allowed with messages")
         return self

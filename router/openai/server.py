@@ -39,6 +39,7 @@ from router.openai.connections import BoundedProtocol, TlsListener
 from router.openai.errors import JSON, HttpError, Json, Problem, http_problem, problem_of
 from router.openai.guard import guarded
 from router.openai.job import TOKENIZED, Job, chat_job, completion_job, event_id, http_names, tokenize_call
+from router.openai.logprobs.tokens import TokenTexts
 from router.openai.messages_api.answer import MessagesProblem
 from router.openai.messages_api.chat import count_body, messages_job
 from router.openai.messages_api.schema import CountBody, MessagesBody
@@ -50,7 +51,6 @@ from router.openai.upstream import (
     Metadata,
     ServedModel,
     Streams,
-    TokenTexts,
     Upstream,
     Waiting,
     metadata_of,
@@ -167,7 +167,8 @@ class Gateway:
         with http_names(TOKENIZED):
             ids = await self._upstream.encode(tokenize_call(body), metadata)
         known = {"count": len(ids), "max_model_len": served.max_model_len, "tokens": list(ids)}
-        return _json(known | {"token_strs": None})
+        texts = await self._texts.of(set(ids), metadata) if body.return_token_strs else {}
+        return _json(known | {"token_strs": [texts[i].text for i in ids] if body.return_token_strs else None})
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of token ids, as vLLM does."""
@@ -175,8 +176,8 @@ class Gateway:
         body = await self._read(request, DetokenizeBody)
         call = pb.DetokenizeRequest(model=body.model or "", ids=body.tokens)
         with http_names(TOKENIZED):
-            text = await self._upstream.text(call, _metadata(request))
-        return _json({"prompt": text})
+            reply = await self._upstream.detokenize(call, _metadata(request))
+        return _json({"prompt": reply.text})
 
     async def health(self, request: Request) -> Response:
         return Response("ok\n", media_type=_PLAIN)

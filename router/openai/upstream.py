@@ -1,11 +1,11 @@
-"""Client of the router's public gRPC API: single calls, texts of tokens, and several Generate calls as one stream."""
+"""Client of the router's public gRPC API: single calls, and several Generate calls as one stream."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Self, TypeAlias, TypeVar
@@ -46,11 +46,8 @@ _KEPT_ID = (
     "with the same body and API key"
 )
 _SERVICE = "baton.v1.Inference"
-_KEPT = 1 << 17  # Token texts in memory.
 _SHOWN = 128  # characters of a wrong id
-_LOOKUPS = 32  # Concurrent calls for token texts.
 PEER = "the router"
-_NO_TEXT = "\ufffd"  # For bytes that are only part of a character.
 
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 Rename: TypeAlias = Callable[[int, str], str]
@@ -102,11 +99,8 @@ class Upstream:
         request = pb.ListModelsRequest()
         return (await self._answer(lambda stub: stub.ListModels, request, metadata, _RETRIES)).models
 
-    async def decode(self, ids: Sequence[int], metadata: Metadata) -> str:
-        return await self.text(pb.DetokenizeRequest(ids=ids), metadata)
-
-    async def text(self, request: pb.DetokenizeRequest, metadata: Metadata) -> str:
-        return (await self._answer(lambda stub: stub.Detokenize, request, metadata, _RESUMES)).text
+    async def detokenize(self, request: pb.DetokenizeRequest, metadata: Metadata) -> pb.DetokenizeReply:
+        return await self._answer(lambda stub: stub.Detokenize, request, metadata, _RESUMES)
 
     async def encode(self, request: pb.TokenizeRequest, metadata: Metadata) -> Sequence[int]:
         return (await self._answer(lambda stub: stub.Tokenize, request, metadata, _RETRIES)).ids
@@ -170,62 +164,6 @@ class ServedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
-    """A token as text with its log-probability, and the likeliest alternatives, best first."""
-
-    text: str
-    logprob: float
-    top: tuple[tuple[str, float], ...] = ()
-
-
-class TokenTexts:
-    """Cache of token texts, as spelled after another token so that a leading space stays."""
-
-    def __init__(self, upstream: Upstream) -> None:
-        self._upstream = upstream
-        self._known: dict[int, str] = {}
-        self._slots = asyncio.Semaphore(_LOOKUPS)
-
-    async def scored(self, tokens: pb.Tokens, metadata: Metadata) -> list[Scored]:
-        """Return one entry per token, or none if the router sent no logprobs. Raises BatonError."""
-        entries: Sequence[common_pb2.TokenLogprobs] = tokens.logprobs
-        if not entries:
-            return []
-        if len(entries) != len(tokens.ids):
-            raise EngineFault(f"the router sent {len(entries)} logprobs for {len(tokens.ids)} tokens")
-        texts = await self._texts({*tokens.ids, *(top.token_id for entry in entries for top in entry.top)}, metadata)
-        return [
-            Scored(texts[token_id], entry.logprob, tuple((texts[top.token_id], top.logprob) for top in entry.top))
-            for token_id, entry in zip(tokens.ids, entries, strict=True)
-        ]
-
-    async def _texts(self, ids: Collection[int], metadata: Metadata) -> dict[int, str]:
-        texts = {token_id: self._known[token_id] for token_id in ids if token_id in self._known}
-        missing = [token_id for token_id in ids if token_id not in texts]
-        spelled = await asyncio.gather(*(self._ask(token_id, metadata) for token_id in missing))
-        found = dict(zip(missing, spelled, strict=True))
-        self._known |= found
-        while len(self._known) > _KEPT:
-            del self._known[next(iter(self._known))]
-        return texts | found
-
-    async def _ask(self, token_id: int, metadata: Metadata) -> str:
-        """Subtract one token's text from that of two, because some tokenizers drop a space at the start."""
-        try:
-            async with self._slots:
-                once = await self._upstream.decode([token_id], metadata)
-                twice = await self._upstream.decode([token_id, token_id], metadata)
-        except InvalidRequest:  # models have more logits than their tokenizer has tokens
-            return _NO_TEXT
-        return twice.removeprefix(once) if twice.startswith(once) else once
-
-
-def bytes_of(text: str) -> list[int] | None:
-    """Return the UTF-8 bytes of a token's text, or None if the token is only part of a character."""
-    return None if _NO_TEXT in text else list(text.encode())
-
-
-@dataclass(frozen=True, slots=True)
 class EventId:
     """The place of an event in a stream. `answer` is the id of the answer. `names` are the router's ids of its calls,
     or "" for a call without an event so far. `counts` are the numbers of events so far: of each choice, perhaps each
@@ -264,6 +202,7 @@ class _Received:
         self.resumable = False
         self._fingerprint, self._defaults = "", common_pb2.Sampling()
         self._ids = defaultdict[int, list[int]](list)  # by choice
+        self._scored = 0  # prompt tokens with log-probabilities
         self._once = set[tuple[str, int, int]]()  # events without tokens: kind, choice, chunk
 
     def call(self, stub: Stub, metadata: Metadata) -> Call:
@@ -273,7 +212,7 @@ class _Received:
             return stub.Generate(self._request, metadata=metadata)
         message = pb.ResumeRequest(request_id=name, request=self._request, system_fingerprint=self._fingerprint)
         message.request.sampling.MergeFrom(self._defaults)
-        message.exact = not self.name
+        message.exact, message.prompt_logprobs_received = not self.name, self._scored
         message.received.extend(common_pb2.TokenIds(ids=self._ids[i]) for i in range(self._request.n or 1))
         return stub.Resume(message, metadata=metadata)
 
@@ -296,6 +235,9 @@ class _Received:
                 return True
             case "tokens":
                 choice = event.tokens.choice  # the text that a stop string held back
+            case "prompt_logprobs":
+                self._scored += len(event.prompt_logprobs.ids)
+                return True
             case "accepted":
                 self._fingerprint, self._defaults = event.accepted.system_fingerprint, event.accepted.defaults
             case "thought":

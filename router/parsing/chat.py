@@ -26,6 +26,7 @@ _PLAIN = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
+_CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "  # as in `transformers`
 _GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
@@ -78,10 +79,14 @@ class Chats:
         template = self._template("tool_use" if tools else "default")
         if violations := [*_unsupported(chat, tools, template), *self._unknown(given, template)]:
             raise InvalidRequest(*violations)
-        wanted = not chat.HasField("add_generation_prompt") or chat.add_generation_prompt
+        continues = chat.continue_final_message
+        wanted = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continues
+        if chat.reasoning_effort and "reasoning_effort" in template.variables:
+            given = {"reasoning_effort": chat.reasoning_effort} | given
         variables = self._special | given | {"tools": tools or None, "documents": None, "add_generation_prompt": wanted}
         try:
             text = _rendered(template, variables, chat)
+            text = _until_mark(text) if continues else text
             text.encode()
         except TemplateFailed as error:
             raise InvalidRequest.of("chat", f"the model's chat template rejects it: {error}") from error
@@ -104,6 +109,14 @@ class Chats:
         return [Violation("chat.template_kwargs", f"{name!r} {text}") for name in wrong]
 
 
+def _until_mark(text: str) -> str:
+    """Return the text before the mark at the end of the last message. A template may have removed white space there."""
+    before, mark, after = text.rpartition(_CONTINUED.rstrip())
+    if not mark:
+        raise TemplateFailed("it does not write the content of the last message, so that cannot be continued")
+    return before if after.startswith(" ") else before.rstrip()
+
+
 def _violations(chat: pb.ChatMessages, tools: object, given: object) -> Iterator[Violation]:
     """Yield the errors of a conversation that do not depend on the template."""
     if not 1 <= len(chat.messages) <= MAX_CHAT_MESSAGES:
@@ -112,6 +125,8 @@ def _violations(chat: pb.ChatMessages, tools: object, given: object) -> Iterator
         yield Violation("chat.tools", "must be a JSON array of objects")
     if not isinstance(given, dict):
         yield Violation("chat.template_kwargs", "must be a JSON object")
+    if chat.continue_final_message and chat.add_generation_prompt:
+        yield Violation("chat.continue_final_message", "cannot be combined with add_generation_prompt: true")
     for place, message in enumerate(chat.messages[:MAX_CHAT_MESSAGES]):
         if not 1 <= len(message.role) <= MAX_ROLE_CHARS:
             yield Violation(f"chat.messages[{place}].role", f"must have 1 to {MAX_ROLE_CHARS} characters")
@@ -133,6 +148,9 @@ def _unsupported(chat: pb.ChatMessages, tools: object, template: Template) -> It
 def _rendered(template: Template, variables: dict[str, object], chat: pb.ChatMessages) -> str:
     """Render with the arguments of calls as objects, or else as the JSON text that some templates take."""
     objects, texts = ([_message(each, decoded=decoded) for each in chat.messages] for decoded in (True, False))
+    if chat.continue_final_message:
+        for last in (objects[-1], texts[-1]):
+            last["content"] = f"{last['content']}{_CONTINUED}"
     try:
         return template.render(variables | {"messages": objects})
     except TemplateFailed:

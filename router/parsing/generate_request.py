@@ -32,6 +32,7 @@ from router.parsing.model_forms import REASONING, ends_in_thought
 
 DEFAULT_MAX_TOKENS = 16
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
+_FEW_PIECES = 256
 _THREAD_CHARS = 4096  # longer texts are tokenized in a thread, to keep the event loop free
 
 Converted = TypeVar("Converted")
@@ -64,6 +65,7 @@ class ParsedRequest:
     defaults: common_pb2.Sampling | None  # the model's, of parameters that the request left out
     exact: bool  # only repeat the record of the stream
     in_thought: bool  # the prompt ends with an opened thought
+    scored: int  # prompt tokens whose log-probabilities the client has
 
 
 class RequestParser:
@@ -123,6 +125,7 @@ class RequestParser:
             defaults=_left_out(self.defaults, request.sampling),
             exact=message.exact,
             in_thought=in_thought,
+            scored=message.prompt_logprobs_received,
         )
 
     async def _spec(
@@ -160,7 +163,7 @@ class RequestParser:
         thinks = self._thinks_by_default and not message.deterministic
         if message.HasField("think_while_decoding"):
             thinks = message.think_while_decoding
-        rest = constraint, message.deterministic, thinks
+        rest = constraint, message.deterministic, thinks, convert.asked_prompt_logprobs(message)
         return SequenceSpec(prompt, sampling, (), message.priority, message.cache_scope, *rest), in_thought
 
     async def _check(self, constraint: Constraint | None) -> None:
@@ -170,31 +173,45 @@ class RequestParser:
     async def _prompt(self, message: pb.GenerateRequest) -> tuple[tuple[int, ...], bool]:
         """Return the prompt, and whether it ends in a thought."""
         field, in_thought = message.WhichOneof("prompt"), False
+        special = message.add_special_tokens if message.HasField("add_special_tokens") else None
         if field == "token_ids":
             prompt = list(message.token_ids.ids)
         elif field == "chat":
             text = await self.chats.prompt(message.chat)
             in_thought = ends_in_thought(text, self.reasoning_form)
-            prompt = await _encoded(self.tokenizer.encode_rendered, text)
+            prompt = await self._encoded(text, added=special is True)
         else:
-            prompt = await self.encode(message.text)
+            prompt = await self._encoded(message.text, added=special is not False)
         if not prompt:
             raise InvalidRequest.of(field or "prompt", "must not be empty")
         return tuple(prompt), in_thought
 
-    async def encode(self, source: str | pb.ChatMessages) -> list[int]:
-        """Return the token ids of a text or a conversation, computed in a thread if it is long. Raises InvalidRequest
-        like `Chats.prompt`.
+    async def encode(self, source: str | pb.ChatMessages, special: bool | None = None) -> list[int]:
+        """Return the token ids of a text or a conversation, computed in a thread if it is long. The tokenizer adds
+        `special` tokens; None means to a text only. Raises InvalidRequest like `Chats.prompt`.
         """
-        text, encode = source, self.tokenizer.encode
-        if isinstance(text, pb.ChatMessages):
-            text, encode = await self.chats.prompt(text), self.tokenizer.encode_rendered
-        return await _encoded(encode, text)
+        is_chat = isinstance(source, pb.ChatMessages)
+        text = await self.chats.prompt(source) if isinstance(source, pb.ChatMessages) else source
+        return await self._encoded(text, added=not is_chat if special is None else special)
+
+    async def _encoded(self, text: str, *, added: bool) -> list[int]:
+        """Return the token ids, with the special tokens that the tokenizer adds if these are `added`."""
+        encode = self.tokenizer.encode if added else self.tokenizer.encode_plain
+        return encode(text) if len(text) <= _THREAD_CHARS else await asyncio.to_thread(encode, text)
 
     async def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, computed in a thread if there are many."""
         few = len(ids) <= _THREAD_CHARS
         return self.tokenizer.decode(list(ids)) if few else await asyncio.to_thread(self.tokenizer.decode, list(ids))
+
+    async def pieces(self, ids: Sequence[int]) -> list[pb.TokenPiece]:
+        """Return the bytes of each token, computed in a thread if there are many."""
+
+        def found() -> list[pb.TokenPiece]:
+            pieces = (self.tokenizer.piece(token_id) for token_id in ids)
+            return [pb.TokenPiece(bytes=raw, special=special) for raw, special in pieces]
+
+        return found() if len(ids) <= _FEW_PIECES else await asyncio.to_thread(found)
 
     def check_model(self, name: str) -> None:
         """Check the requested model; "" means the served one. Raises UnknownModel with its name."""
@@ -209,7 +226,7 @@ class RequestParser:
 
     def check_detokenize(self, message: pb.DetokenizeRequest) -> None:
         self.check_model(message.model)
-        violations = _outside("ids", message.ids, self.tokenizer.vocab_size)
+        violations = [] if message.pieces else _outside("ids", message.ids, self.tokenizer.vocab_size)
         if (size := len(message.ids)) > limits.MAX_DETOKENIZE_IDS:
             violations.append(Violation("ids", f"at most {limits.MAX_DETOKENIZE_IDS} tokens, got {size}"))
         if violations:
@@ -254,6 +271,10 @@ def _received(message: pb.ResumeRequest, spec: SequenceSpec, vocab_size: int) ->
     wrong = [violation for ids in found for violation in _outside("received", ids, vocab_size)]
     if len(found) > choices:
         wrong.append(Violation("received", f"at most {choices} choices, got {len(found)}"))
+    scored, total = message.prompt_logprobs_received, 0 if spec.prompt_logprobs is None else len(spec.prompt)
+    if scored > total or (scored < total and (any(found) or message.exact)):
+        text = f"must be {total}" if any(found) or message.exact else f"must be at most {total}"
+        wrong.append(Violation("prompt_logprobs_received", f"{text}, got {scored}"))
     if any(len(ids) > most for ids in found):
         wrong.append(Violation("received", f"at most max_tokens ({most}) for each choice"))
     if wrong:
@@ -328,7 +349,7 @@ def _does_not_fit(prompt: tuple[int, ...], message: pb.GenerateRequest, most: in
     field = message.WhichOneof("prompt") or "prompt"
     if most is None:
         return []
-    if len(prompt) + 1 > most:
+    if len(prompt) + bool(message.sampling.max_tokens or not message.sampling.HasField("max_tokens")) > most:
         return [Violation(field, f"{TOO_LONG} {most} tokens; the prompt has {len(prompt)} and needs one more")]
     asked = message.sampling.max_tokens
     if message.sampling.HasField("max_tokens") and len(prompt) + asked > most:

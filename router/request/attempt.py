@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from baton.core import Finish, HandoffId, Role, SequenceSpec, Thought, Token, WorkerInfo
@@ -32,6 +32,7 @@ from baton.metrics import Metrics
 from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.stages import Stage
+from router.request.prompt_logprobs import PromptScores
 from router.request.traces import Track
 from router.workers.placement import Placement
 from router.workers.stream import EventMailbox, Item, WorkerLeft, WorkerStream
@@ -79,6 +80,7 @@ class Attempt:
         metrics: Metrics,
         retention: StreamRetention | None = None,
         known_tokens: int = 0,
+        scores: PromptScores | None = None,
     ) -> None:
         self.known_tokens = max(known_tokens, len(spec))  # whose KV comes to D; after a preemption, that D can move
         self.cached_tokens: int | None = None  # on D; None until reserved
@@ -95,7 +97,8 @@ class Attempt:
         self._spec: pb.SequenceSpec | None = None
         self._track, self._stages = track, track.stages
         self._metrics, self._retention = metrics, retention or StreamRetention()
-        events = spec.sampling.max_tokens + most_events(spec, placement.decode.info)
+        self._scores = scores or PromptScores(replace(spec, prompt_logprobs=None))
+        events = spec.sampling.max_tokens + most_events(spec, placement.decode.info) + self._scores.most_events
         self._mailbox = EventMailbox(events + _SPARE_EVENTS)
         self.thoughts: list[Thought] = []  # received, not yet passed on
         self._tokens: list[Token] = []
@@ -227,10 +230,10 @@ class Attempt:
     async def outputs(self) -> AsyncIterator[list[Token]]:
         """Yield new tokens, or [] for new `thoughts`, until `finish` or `retry_reason` is set. Raises a failure."""
         while True:
-            tokens, self._tokens = self._tokens, []
-            if tokens or self.thoughts:
+            tokens, self._tokens = ([], self._tokens) if self._scores.missing else (self._tokens, [])
+            if tokens or self.thoughts or self._scores.fresh:
                 yield tokens
-            if self.finish is not None or self.retry_reason:
+            if (self.finish is not None and not self._scores.missing) or self.retry_reason:
                 return
             for source, item in await self._received(_ANSWER_S if self.fencing else None):
                 if self._tokens and isinstance(item, pb.WorkerEvent) and item.HasField("thoughts"):
@@ -259,7 +262,7 @@ class Attempt:
             case "reserved":
                 self.cached_tokens = item.reserved.cached_tokens
                 self._stages.enter(Stage.PREFILL)  # now, because tokens of a lone D may come in the same message
-            case "tokens" | "finish" | "thoughts":
+            case "tokens" | "finish" | "thoughts" | "prompt_logprobs":
                 self._on_output(source, item)
             case "committed":
                 self._on_committed(item.committed)
@@ -294,6 +297,8 @@ class Attempt:
                 self._on_tokens(source, convert.tokens_from_pb(item.tokens))
             elif item.HasField("thoughts"):
                 self.thoughts += convert.thoughts_from_pb(item.thoughts)
+            elif item.HasField("prompt_logprobs"):
+                self._scores.add(convert.prompt_part_from_pb(item.prompt_logprobs))
             else:
                 self._on_finish(source, convert.finish_from_pb(item.finish))
         except InvalidRequest as error:  # the worker's fault, not the client's
@@ -351,7 +356,10 @@ class Attempt:
     def _failed(self, source: Role, error: BatonError, *, holds: bool = False) -> None:
         """Apply a failure. If P fails before Committed, D gets a Fence: only D can report whether it accepted."""
         self._holds = holds if source is Role.PREFILL else self._holds
-        if self.finish is None and source is Role.DECODE:
+        if self._scores.missing:  # a decode worker that has the KV cannot report them
+            self.finish = None
+            self._lose(source, error)
+        elif self.finish is None and source is Role.DECODE:
             self._lose(source, error)
         elif self.finish is None and self.committed is None and self.fencing is None:
             self.fencing = error

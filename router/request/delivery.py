@@ -11,7 +11,7 @@ from typing import Any
 
 from grpc import aio
 
-from baton.core import Finish, Thought, Token, TokenLogprobs
+from baton.core import Finish, PromptPart, Thought, Token, TokenLogprobs
 from baton.errors import BatonError, Cancelled, EngineFault
 from baton.rpc import convert
 from baton.rpc.v1 import inference_pb2 as pb
@@ -213,6 +213,9 @@ class EventStream:
         event = pb.Thought(choice=choice, chunk=thought.chunk, ids=thought.token_ids, text=text)
         await self._write(thought=event)
 
+    async def prompt_logprobs(self, part: PromptPart) -> None:
+        await self._write(prompt_logprobs=convert.prompt_part_to_pb(part))
+
     async def recovered(self, attempt: int, reason: str) -> None:
         await self._write(recovered=pb.Recovered(attempt=attempt, reason=reason))
 
@@ -221,7 +224,10 @@ class EventStream:
         if finish.tail:
             await self._write(tokens=convert.tail_to_public_pb(finish.tail, delivered, choice))
         reason = convert.finish_reason_to_pb(finish.reason)
-        await self._write(finished=pb.Finished(choice=choice, reason=reason, matched_stop=finish.matched))
+        event = pb.Finished(choice=choice, reason=reason, matched_stop=finish.matched)
+        if finish.logprobs is not None:
+            event.logprobs.CopyFrom(convert.token_logprobs_to_pb(finish.logprobs))
+        await self._write(finished=event)
 
     async def completed(self, completed: pb.Completed) -> None:
         await self._write(completed=completed)

@@ -23,6 +23,7 @@ from router.request.attempt import Attempt, TakeoverAttempt
 from router.request.client_request import ClientRequest
 from router.request.delivery import Delivery, EventStream, Thoughts
 from router.request.observer import ChoiceObserver
+from router.request.prompt_logprobs import PromptScores
 from router.workers.placement import Placement, Requirements
 from router.workers.pool import WorkerPool
 
@@ -120,6 +121,7 @@ async def serve_choice(run: ChoiceRun, client: EventStream) -> pb.Completed:
             await asyncio.sleep(0)  # the worker's command leaves before the client and the log are served
             await run.accept(client, attempt)
             async for tokens in attempt.outputs():  # P sends token 0 first; D repeats it and continues
+                await run.scores.deliver(client)
                 await run.thoughts.deliver(client, attempt.thoughts)
                 await client.tokens(run.choice, run.deliver(tokens), recorded=attempt.recorded)
             run.note_cached(attempt)
@@ -150,7 +152,7 @@ class ChoiceRun:
         self.spec, received = parsed.spec, parsed.received[choice]
         if choice:
             seed = seed_of(f"{self.spec.sampling.seed} {choice}")
-            self.spec = replace(self.spec, sampling=replace(self.spec.sampling, seed=seed))
+            self.spec = replace(self.spec, sampling=replace(self.spec.sampling, seed=seed), prompt_logprobs=None)
         self.request_id = call.worker_name(choice)
         self.observer = ChoiceObserver(
             call.observer, choice, self.request_id, call.stream(choice), parsed.spec, len(received)
@@ -158,6 +160,7 @@ class ChoiceRun:
         self.started = asyncio.Event()  # set with the first token
         self.delivery = Delivery(received, keeps_logprobs=self.spec.deterministic)
         self.thoughts = Thoughts(choice, parsed.spell)
+        self.scores = PromptScores(self.spec, parsed.scored)
         self._failures = self._deaths = 0
         self._cached_tokens: int | None = None  # on P, which reports it with its first token
         self._dispatch = dispatch
@@ -173,7 +176,8 @@ class ChoiceRun:
         """Return the sequence to start the next attempt from: all delivered tokens, or those that held KV covers."""
         if self._held is not None and not self._held.moves:
             return self._held.spec
-        return replace(self.spec, known=tuple(self.delivery.ids[: -1 if self._held else None]))
+        known, wanted = tuple(self.delivery.ids[: -1 if self._held else None]), self.spec.prompt_logprobs
+        return replace(self.spec, known=known, prompt_logprobs=wanted if self.scores.missing else None)
 
     def _room(self, spec: SequenceSpec) -> int:
         """Return the tokens whose KV the next decode worker receives: those of `spec`, or more in a move."""
@@ -202,7 +206,9 @@ class ChoiceRun:
         )
 
     async def find_detached(self) -> None:
-        """Find the decode worker that continues the stream of a lost router, if any."""
+        """Find the decode worker that continues the stream of a lost router, if any has all that is missing."""
+        if self.scores.missing:
+            return
         try:
             self._detached = await self._dispatch.streams(self.request.call.stream(self.choice))
         except LedgerError as error:
@@ -233,7 +239,7 @@ class ChoiceRun:
         detached, self._detached = self._detached, None
         retention = self.request.retention(self.choice)
         spec = fitted(self._next_spec(), info)
-        rest = (placement, spec, self.observer.track, self.observer.metrics, retention, self._room(spec))
+        rest = (placement, spec, self.observer.track, self.observer.metrics, retention, self._room(spec), self.scores)
         self.thoughts.begin(len(self.spec.prompt), info.thinking_chunk, detached=detached is not None)
         if detached is not None:
             return TakeoverAttempt(detached.handoff, *rest)
@@ -283,7 +289,8 @@ class ChoiceRun:
             raise EngineFault(f"{self._deaths} workers were lost while they computed this request; it is not retried")
         if attempt.lost is not None and self._failures >= self._dispatch.attempts:
             raise attempt.lost
-        if attempt.held and (not attempt.moves or self._finds_a_taker(attempt)):
+        movable = not self.scores.missing and self._finds_a_taker(attempt) if attempt.moves else True
+        if attempt.held and movable:
             attempt.kept = True
             self._held = attempt
         self.observer.recovered(attempt)

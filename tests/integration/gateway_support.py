@@ -22,7 +22,8 @@ from router.openai.server import GatewaySettings, HttpServer
 from tests.support.clients import Event, Scripted, serving
 
 Script = Callable[[pb.GenerateRequest], AsyncIterator[dict[str, Any] | BatonError]]
-VOCABULARY = {1: " dog", 2: "cat", 3: "\ufffd", 4: "é"}
+VOCABULARY = {1: " dog", 2: "cat", 3: "\ufffd", 4: "é", 5: "</s>"}
+HALF = b"\xe6\x97"
 LENGTH, EOS = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_EOS
 HELLO = [{"role": "user", "content": "hello"}]
 USAGE = {"stream_options": {"include_usage": True}}
@@ -91,6 +92,7 @@ class FakeInference(Scripted):
         self.script: Script = two_words
         self.decoded: list[list[int]] = []
         self.tokenized: list[pb.TokenizeRequest] = []
+        self.older = False  # a release that sends no bytes of tokens
         self.running = self.listed = 0
         self.naming = asyncio.Event()  # models are listed while it is set
         self.naming.set()
@@ -108,6 +110,9 @@ class FakeInference(Scripted):
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeReply:
         self.decoded.append(list(request.ids))
+        if request.pieces and not self.older:
+            pieces = [HALF if i == 3 else VOCABULARY.get(i, "").encode() for i in request.ids]
+            return pb.DetokenizeReply(pieces=[pb.TokenPiece(bytes=each, special=each == b"</s>") for each in pieces])
         if not VOCABULARY.keys() >= set(request.ids):
             await abort(context, InvalidRequest.of("ids", "outside the vocabulary"))
         return pb.DetokenizeReply(text="".join(VOCABULARY[i] for i in request.ids).removeprefix(" "))

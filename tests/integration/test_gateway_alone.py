@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 from hashlib import sha256
+from typing import Any
 
 import openai
 import pytest
@@ -15,7 +16,18 @@ from baton.metrics import Metrics
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from router.openai.connections import BoundedProtocol
-from tests.integration.gateway_support import HELLO, USAGE, alone, completed, finished, opened, refused, tokens
+from tests.integration.gateway_support import (
+    EOS,
+    HALF,
+    HELLO,
+    USAGE,
+    alone,
+    completed,
+    finished,
+    opened,
+    refused,
+    tokens,
+)
 from tests.support.waiting import until
 
 ONE = tokens(0, 0, [1], "x")
@@ -207,11 +219,11 @@ async def test_chat_logprobs(gateway):
     assert (first.token, first.logprob, first.bytes) == (" dog", -0.5, list(b" dog"))
     found = [(top.token, top.bytes, top.logprob) for top in second.top_logprobs]
     likely, unlikely = [(" dog", list(b" dog"), -0.5), ("cat", list(b"cat"), -1.5)], ("é", list("é".encode()), -3.5)
-    assert found == [*likely, ("\ufffd", None, -2.5), unlikely]
+    assert found == [*likely, ("\ufffd", list(HALF), -2.5), unlikely]
     assert gateway.fake.requests[0].logprobs == 4
     await gateway.chat(logprobs=True, top_logprobs=4)
-    asked = [[token] * count for token in (1, 2, 3, 4) for count in (1, 2)]
-    assert sorted(gateway.fake.decoded) == asked, "each once, alone and behind another"
+    [asked] = gateway.fake.decoded
+    assert sorted(asked) == [1, 2, 3, 4], "each once"
 
 
 async def test_chat_logprobs_of_the_chosen_only(gateway):
@@ -228,20 +240,128 @@ async def test_completion_logprobs(gateway, streamed):
     answers = await gateway.streamed("complete", logprobs=2) if streamed else [await gateway.complete(logprobs=2)]
     pieces = [answer.choices[0].logprobs for answer in answers if answer.choices[0].logprobs]
     assert [token for piece in pieces for token in piece.tokens] == [" dog", "cat"]
-    assert [offset for piece in pieces for offset in piece.text_offset] == [0, 4]
+    assert [offset for piece in pieces for offset in piece.text_offset] == [0, 3]  # "dog cat"
     assert [value for piece in pieces for value in piece.token_logprobs] == [-0.5, -0.5]
     assert pieces[0].top_logprobs[0] == {" dog": -0.5, "cat": -1.5}
 
 
 async def test_tokens_without_text_have_no_bytes(gateway):
-    """A model may have more logits than its tokenizer has tokens. The router rejects such ids in requests."""
+    """A model may have more logits than its tokenizer has tokens. Others are a part of a character."""
     entry = common_pb2.TokenLogprobs(logprob=-1, top=[common_pb2.TopLogprob(token_id=i, logprob=-i) for i in (3, 9, 2)])
     gateway.plays(tokens(0, 0, [9], "", [entry]), finished(), completed())
     (found,) = (await gateway.chat(logprobs=True, top_logprobs=3)).choices[0].logprobs.content
-    assert (found.token, found.bytes) == ("\ufffd", None)
-    assert [top.bytes for top in found.top_logprobs] == [None, None, list(b"cat")]
+    assert (found.token, found.bytes) == ("", None)
+    assert [top.bytes for top in found.top_logprobs] == [list(HALF), None, list(b"cat")]
     done = await gateway.complete(logprobs=3)
-    assert done.choices[0].logprobs.top_logprobs == [{"\ufffd": -3.0, "cat": -2.0}]
+    assert done.choices[0].logprobs.top_logprobs == [{"\ufffd": -3.0, "": -9.0, "cat": -2.0}]
+
+
+async def test_the_sampled_token_is_among_the_best(gateway):
+    entry = common_pb2.TokenLogprobs(logprob=-9, top=[common_pb2.TopLogprob(token_id=2, logprob=-1)])
+    gateway.plays(tokens(0, 0, [1], " dog", [entry]), finished(), completed())
+    done = await gateway.complete(logprobs=1)
+    assert done.choices[0].logprobs.top_logprobs == [{"cat": -1.0, " dog": -9.0}]
+
+
+def part(start: int, *ids: int) -> dict[str, Any]:
+    """Return log-probabilities -1, -2, ... of prompt tokens. The alternatives of each are "cat" and "é"."""
+    top = [common_pb2.TopLogprob(token_id=token_id, logprob=-0.5 * token_id) for token_id in (2, 4)]
+    entries = [common_pb2.TokenLogprobs(logprob=-at, top=top if at else []) for at in range(start, start + len(ids))]
+    ranks, rest = [3 * (at > 0) for at in range(start, start + len(ids))], {"from": start}
+    return {"prompt_logprobs": common_pb2.PromptLogprobs(ids=ids, ranks=ranks, logprobs=entries, **rest)}
+
+
+ACCEPTED = {"accepted": pb.Accepted(prompt_tokens=6)}
+PARTS = [part(0, 5, 1, 3), part(3, 3, 4, 2)]  # "</s>", " dog", two halves of a character, "é", "cat"
+ENTRY = common_pb2.TokenLogprobs(logprob=-0.25, top=[common_pb2.TopLogprob(token_id=4, logprob=-0.125)])
+BEST = {"cat": -1, "é": -2}
+SCORED: dict[str, list[Any]] = {
+    "tokens": ["</s>", " dog", "\ufffd", "\ufffd", "é", "cat"],
+    "token_logprobs": [None, -1, -2, -3, -4, -5],
+    "top_logprobs": [None, BEST | {" dog": -1}, BEST | {"\ufffd": -2}, BEST | {"\ufffd": -3}, BEST, BEST],
+}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_an_echoed_prompt_is_the_beginning_of_the_answer(gateway, streamed):
+    answer = [tokens(0, 0, [2], "cat", [ENTRY]), finished(), completed()]
+    gateway.plays(ACCEPTED, *PARTS, *answer)
+    asked = {"prompt": "dog\ufffd\ufffdécat", "echo": True, "logprobs": 2, "max_tokens": 1}
+    answers = await gateway.streamed("complete", **asked) if streamed else [await gateway.complete(**asked)]
+    choices = [answer.choices[0] for answer in answers]
+    assert "".join(choice.text for choice in choices) == "dog\ufffd\ufffdécatcat"
+    found = [choice.logprobs for choice in choices if choice.logprobs]
+    assert [token for piece in found for token in piece.tokens] == [*SCORED["tokens"], "cat"]
+    assert [value for piece in found for value in piece.token_logprobs] == [*SCORED["token_logprobs"], -0.25]
+    assert [best for piece in found for best in piece.top_logprobs][:-1] == SCORED["top_logprobs"]
+    assert [offset for piece in found for offset in piece.text_offset] == [0, 0, 3, 3, 4, 6, 9]
+    (request,) = gateway.fake.requests
+    assert (request.prompt_logprobs, request.logprobs, request.sampling.max_tokens) == (2, 2, 1)
+
+
+async def test_an_echo_without_logprobs_needs_no_scores(gateway):
+    gateway.plays(ACCEPTED, tokens(0, 0, [2], "cat"), tokens(1, 0, [4], "é"), finished(0), finished(1), completed())
+    for prompt, text in (("x", "x"), ([1, 2], "dogcat")):
+        done = await gateway.complete(prompt, echo=True, n=2)
+        assert [choice.text for choice in done.choices] == [text + "cat", text + "é"]
+    assert not any(request.HasField("prompt_logprobs") for request in gateway.fake.requests)
+
+
+def lm_eval(choice: Any, context: int) -> tuple[float, bool]:
+    """Return what lm-evaluation-harness reads from a choice (`local-completions`, `parse_logprobs`)."""
+    values = choice.logprobs.token_logprobs[context:-1]
+    best = [max(top.values()) for top in choice.logprobs.top_logprobs[context:-1]]
+    return sum(values), values == best
+
+
+@pytest.mark.parametrize("ends", [False, True])
+async def test_requests_of_lm_eval(gateway, ends):
+    """It drops the last entry, that of the one new token, even if that token is an end token without text."""
+    end = pb.Finished(reason=EOS, matched_stop="5", logprobs=ENTRY)
+    new = [{"finished": end}] if ends else [tokens(0, 0, [2], "cat", [ENTRY]), finished()]
+    gateway.plays(ACCEPTED, *PARTS, *new, completed())
+    asked = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+    done = await gateway.complete([[5, 1, 3, 3, 4, 2]] * 2, **asked)
+    for choice in done.choices:
+        assert len(choice.logprobs.tokens) == len(choice.logprobs.text_offset) == 7
+        assert choice.logprobs.top_logprobs[3] == {"cat": -1.0, "\ufffd": -3.0}, "as many as it asked for"
+        assert lm_eval(choice, 2) == (-2 - 3 - 4 - 5, False)
+        assert choice.text.endswith("catcat") != ends
+
+
+async def test_without_new_tokens_only_the_prompt_comes_back(gateway):
+    gateway.plays(ACCEPTED, *PARTS, finished(), completed(new=0))
+    done = await gateway.complete("x", echo=True, logprobs=0, max_tokens=0)
+    (choice,) = done.choices
+    assert (choice.text, choice.finish_reason, done.usage.completion_tokens) == ("x", "length", 0)
+    assert choice.logprobs.token_logprobs == SCORED["token_logprobs"]
+    assert choice.logprobs.top_logprobs[1] == {" dog": -1.0}
+    assert max(choice.logprobs.text_offset) <= 1, "offsets never exceed the text"
+
+
+@pytest.mark.parametrize("top", [0, 1, 2])
+async def test_prompt_logprobs_have_the_form_of_vllm(gateway, top):
+    gateway.plays(ACCEPTED, *PARTS, tokens(0, 0, [2], "cat"), finished(), completed())
+    for where in (
+        (await gateway.complete("x", extra_body={"prompt_logprobs": top})).choices[0],
+        await gateway.chat(extra_body={"prompt_logprobs": top}),
+    ):
+        found = where.prompt_logprobs
+        dog = {"1": {"logprob": -1.0, "rank": 3, "decoded_token": " dog"}}
+        cat = {"2": {"logprob": -1.0, "rank": 1, "decoded_token": "cat"}}
+        acute = {"4": {"logprob": -2.0, "rank": 2, "decoded_token": "é"}}
+        assert found[:2] == [None, dog | (cat if top else {}) | (acute if top > 1 else {})]
+        assert next(iter(found[4])) == "4", "the token of the prompt comes first, and once"
+        assert len(found) == 6
+    assert [request.prompt_logprobs for request in gateway.fake.requests] == [top, top]
+    with pytest.raises(openai.BadRequestError, match="prompt_logprobs: only allowed without stream"):
+        await gateway.complete("x", stream=True, extra_body={"prompt_logprobs": 1})
+
+
+async def test_a_router_of_an_older_release_is_named(gateway):
+    gateway.fake.older = True
+    with pytest.raises(openai.InternalServerError, match="older release"):
+        await gateway.chat(logprobs=True)
 
 
 STATUS = {"InvalidRequest": 400, "UnknownModel": 404, "Unauthenticated": 401, "PermissionDenied": 403} | {
@@ -391,7 +511,7 @@ async def test_wrong_fields(gateway, wrong, param, says):
 
 @pytest.mark.parametrize(
     ("wrong", "param"),
-    [({"echo": True}, "echo"), ({"suffix": "x"}, "suffix"), ({"best_of": 2}, "best_of"), ({"prompt": []}, "prompt"),
+    [({"echo": 1}, "echo"), ({"suffix": "x"}, "suffix"), ({"best_of": 2}, "best_of"), ({"prompt": []}, "prompt"),
      ({"prompt": ["a", 1]}, "prompt"), ({"prompt": ["x"] * 129}, "prompt"), ({"messages": HELLO}, "messages"),
      ({"logprobs": -1}, "logprobs")],
     ids=str,

@@ -36,6 +36,11 @@ def choice_events(choice: int, done: int) -> list[Event]:
     return [*(Event(tokens=each) for each in messages), Event(finished=finished)]
 
 
+def prompt_token(position: int) -> Event:
+    part = core.PromptPart(position, (core.PromptToken(position, 1, core.TokenLogprobs(-1.0)),))
+    return Event(prompt_logprobs=convert.prompt_part_to_pb(part))
+
+
 class Resumable(Scripted):
     """Breaks streams after the numbers of events in `cuts`, with the errors in `losses`. Later streams do not break."""
 
@@ -55,10 +60,11 @@ class Resumable(Scripted):
     async def Resume(self, request: inference.ResumeRequest, context: Any) -> AsyncIterator[Event]:
         self._note(request, context)
         self.resumes.append(request)
-        async for event in self._play(request.request, [len(each.ids) for each in request.received], context):
+        done, scored = [len(each.ids) for each in request.received], request.prompt_logprobs_received
+        async for event in self._play(request.request, done, context, scored):
             yield event
 
-    async def _play(self, request: Any, done: list[int], context: Any) -> AsyncIterator[Event]:
+    async def _play(self, request: Any, done: list[int], context: Any, scored: int = 0) -> AsyncIterator[Event]:
         await context.send_initial_metadata(self.headers)
         number, self.streams = self.streams, self.streams + 1
         left = self.cuts.pop(0) if self.cuts else 1000
@@ -68,7 +74,8 @@ class Resumable(Scripted):
         usage = inference.Usage(prompt_tokens=4, completion_tokens=len(done) * len(PIECES))
         accepted = Event(accepted=inference.Accepted(prompt_tokens=4, system_fingerprint="x"))
         completed = Event(completed=inference.Completed(usage=usage))
-        played = [accepted, *(thoughts if request.thoughts else []), *played, completed]
+        scores = [prompt_token(position) for position in range(scored, 3)] if request.prompt_logprobs else []
+        played = [accepted, *(thoughts if request.thoughts else []), *scores, *played, completed]
         for seq, event in enumerate(played[:left]):
             event.request_id, event.seq = "r1", seq
             yield event
@@ -118,6 +125,16 @@ async def test_a_stream_that_is_cut_anywhere_and_again_is_one_stream(world: Worl
             wanted = 0 if cuts[0] >= EVENTS else len([cut for cut in cuts[1:] if cut]) + 1
             assert resumed == wanted, cuts
             assert {each.system_fingerprint for each in server.resumes} == ({"x"} if resumed else set()), cuts
+
+
+async def test_log_probabilities_of_the_prompt_are_resumed_at_their_own_place(world: World, server: Resumable):
+    async with world.client() as client:
+        for cut in range(1, EVENTS + 4):
+            server.cuts, server.resumes = [cut], []
+            done, _, resumed = await read_all(client, prompt_logprobs=1)
+            assert [token.token_id for token in done.prompt_logprobs] == [0, 1, 2], cut
+            had = [min(max(cut - 1, 0), 3)] * resumed
+            assert [each.prompt_logprobs_received for each in server.resumes] == had, cut
 
 
 async def test_a_thought_is_no_progress(world: World, server: Resumable):

@@ -20,6 +20,8 @@ from baton.core import (
     HandoffId,
     Incarnation,
     KVLayout,
+    PromptPart,
+    PromptToken,
     Role,
     Thought,
     Token,
@@ -74,7 +76,9 @@ class FakeWorker(WorkerServicer):
         self.commands: list[tuple[str, HandoffId]] = []
         self.messages_in: list[worker_pb2.RouterCommand] = []
         self.specs: list[worker_pb2.SequenceSpec] = []  # specs of all prompts to compute
-        self.gates = {name: asyncio.Event() for name in ("reserve", "think", "first", "commit", "decode", "hold")}
+        self.gates = {
+            name: asyncio.Event() for name in ("reserve", "think", "first", "commit", "decode", "hold", "score")
+        }
         self.open(*self.gates)
         self.refuse_once: list[int] = []  # reasons, for a Reserve or a Repush
         self.hold_at: int | None = None  # token index before which the worker waits for "hold"
@@ -91,6 +95,7 @@ class FakeWorker(WorkerServicer):
         self.cached: list[int] = []  # tokens that P finds in its cache, by attempt
         self.cached_here = 0  # cached tokens in D's reply to a Reserve
         self.scored = False  # its tokens have logprobs
+        self.scores_first = 0  # positions of a prompt that are scored before the gate "score"
         self.alive = True
         self.committed: set[HandoffId] = set()
         self.messages = 0
@@ -268,6 +273,7 @@ class FakeWorker(WorkerServicer):
             decode.commit(work.handoff, spec)
         await self.gates["think"].wait()
         self._think(work.handoff, spec)
+        await self._score(work.handoff, spec)
         if not work.computed:
             await self.gates["first"].wait()
         self.said_twice += work.computed
@@ -302,6 +308,17 @@ class FakeWorker(WorkerServicer):
         for some in (about[:1], about[1:]):
             if some:
                 self.emit(event(handoff, thoughts=convert.thoughts_to_pb(some)))
+
+    async def _score(self, handoff: HandoffId, spec: worker_pb2.SequenceSpec) -> None:
+        """Send log-probabilities of the prompt, two positions a message. After `scores_first` positions, the gate."""
+        for begin in range(1, len(spec.prompt) if spec.HasField("prompt_logprobs") else 0, 2):
+            if begin > self.scores_first:
+                await self.gates["score"].wait()
+            ids = spec.prompt[begin : begin + 2]
+            tokens = tuple(PromptToken(i, 1, TokenLogprobs(-0.5 * i)) for i in ids)
+            part = convert.prompt_part_to_pb(PromptPart(begin, tokens))
+            self.emit(event(handoff, prompt_logprobs=part))
+            await asyncio.sleep(0)
 
     def _done(self, work: Work, *last: Event) -> None:
         del self._work[work.handoff]
@@ -355,6 +372,7 @@ class FakeWorker(WorkerServicer):
             return
         self.specs.append(spec)
         self._think(handoff, spec)
+        await self._score(handoff, spec)
         await self.gates["first"].wait()
         if len(spec.known) == spec.sampling.max_tokens:
             self._held.pop(handoff, None)

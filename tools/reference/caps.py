@@ -34,7 +34,8 @@ CAPS: tuple[Cap, ...] = (
     Cap("each string in `sampling.stop`", limits.MAX_STOP_CHARS, "characters", _REFUSED),
     Cap("`sampling.stop_token_ids`", limits.MAX_STOP_TOKEN_IDS, "ids", _REFUSED),
     Cap("`sampling.logit_bias`", limits.MAX_LOGIT_BIAS, "entries", _REFUSED),
-    Cap("`sampling.logprobs`", limits.MAX_LOGPROBS, "tokens per position", _REFUSED),
+    Cap("`sampling.bad_words`", limits.MAX_BAD_WORDS, "texts", _REFUSED),
+    Cap("`sampling.logprobs`, `prompt_logprobs`", limits.MAX_LOGPROBS, "tokens per position", _REFUSED),
     Cap("`priority`, above and below 0", limits.MAX_PRIORITY, "", _REFUSED),
     Cap("`resumable_s`", limits.MAX_RESUMABLE_S, "seconds", _REFUSED),
     Cap(
@@ -59,6 +60,7 @@ CAPS: tuple[Cap, ...] = (
     ),
     Cap("`pattern` and `format` of a schema for one string", limits.MAX_SCHEMA_PATTERNS, "in total", _REFUSED),
     Cap("`constraint.regex`", limits.MAX_REGEX_BYTES, "bytes", _REFUSED),
+    Cap("`constraint.grammar`", limits.MAX_GRAMMAR_BYTES, "bytes", _REFUSED),
     Cap("`constraint.choices`", limits.MAX_CHOICE_TEXTS, "texts", _REFUSED),
     Cap("each text in `constraint.choices`", limits.MAX_CHOICE_CHARS, "characters", _REFUSED),
     Cap("a model's name in an error", limits.MAX_SHOWN_MODEL_CHARS, "characters", "cut"),

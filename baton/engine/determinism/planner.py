@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 from baton.engine.determinism.shapes import FixedShapes
+from baton.engine.sampling.prompt_logprobs import PromptScores, scores_of
 from baton.engine.sequence import UNLIMITED, ScheduledSequence, Sequence, SequencePolicy, VerifyWork
 
 PATIENCE = 4  # steps that a due sequence waits for others to join
@@ -144,15 +145,27 @@ def _candidates(sequence: Sequence) -> int:
 
 
 class Part(NamedTuple):
-    """Work of one forward. It is fixed if `exact`."""
+    """Work of one forward. It is fixed if `exact`. `scores` need the logits of all rows of its one sequence."""
 
     work: list[ScheduledSequence]
     exact: bool
+    scores: PromptScores | None = None
 
 
 def split_exact(work: list[ScheduledSequence], rows: int) -> list[Part]:
-    """Return the forwards of an ordinary batch: exact ones for sequences that need that, filled up to `rows` with other
-    decode sequences, and one more for the rest. A sequence of which every forward is exact makes that of the batch so.
+    """Return the forwards of an ordinary batch: one for each prompt that is scored, and those of the rest."""
+    scored = [(item, scores_of(item.sequence)) for item in work if item.sequence.policies]
+    parts = [Part([item], item.sequence.policy(ExactForwards) is not None, s) for item, s in scored if s is not None]
+    if not parts:
+        return _split_exact(work, rows)
+    alone = {id(part.work[0]) for part in parts}
+    rest = [item for item in work if id(item) not in alone]
+    return parts + (_split_exact(rest, rows) if rest else [])
+
+
+def _split_exact(work: list[ScheduledSequence], rows: int) -> list[Part]:
+    """Return the forwards of the rest: exact ones for sequences that need that, filled up to `rows` with other decode
+    sequences, and one more for the others. A sequence of which every forward is exact makes that of the batch so.
     """
     if any(item.sequence.policy(ExactForwards) is not None for item in work):
         return [Part(work, True)]

@@ -26,6 +26,7 @@ from baton.engine.memory.staging import Staged
 from baton.engine.model_backend import ModelBackend
 from baton.engine.request import Request
 from baton.engine.sampling.output import OutputState
+from baton.engine.sampling.prompt_logprobs import scores_of
 from baton.engine.sampling.sampler import Sampled, Sampler
 from baton.engine.sequence import LayerListener, ScheduledSequence, VerifyWork
 from baton.engine.step_result import Counters, StepResult
@@ -67,7 +68,8 @@ class FixedInputs:
         thoughts: Thoughts | None = None,
     ) -> Batch:
         """Build the batch of one pass's windows; `tokens[i]` are those of its i-th sequence. Valid until the next
-        build. Logits are wanted for the last token of a prompt that ends here, or for all rows of a verify pass.
+        build. Logits are wanted for the last token of a prompt that ends here, or for all rows of a verify pass or of
+        a prompt that is scored.
         """
         size, on_grid = windows[0].size, windows[0].on_grid
         rows = 1 if on_grid else self._shapes.rows
@@ -83,7 +85,7 @@ class FixedInputs:
         arrays["starts"][: rows + 1] = np.arange(rows + 1) * size
         arrays["lens"][:rows] = contexts
         wanted = n
-        if on_grid:
+        if on_grid and scores_of(windows[0].sequence) is None:
             arrays["wanted"][0] = windows[0].count - 1
             wanted = int(windows[0].start + windows[0].count == progress_of(windows[0].sequence).verified)
         else:
@@ -151,6 +153,8 @@ class FixedForwards:
         listener = partial(on_layer, work) if on_layer is not None else None
         batch = self._inputs.build(windows, [request.tokens for request in requests], listener, self._thoughts)
         logits = self._backend.forward(batch, kv)
+        if (scores := scores_of(windows[0].sequence)) is not None:
+            scores.take(logits[: windows[0].count], windows[0].start)
         thoughts, injected = self._thoughts, batch.thinking
         if thoughts is not None and injected is not None and not thoughts.settle_fixed(windows[0], injected):
             return []
@@ -228,7 +232,7 @@ class VerifySamples:
     def __init__(self, sampler: Sampler, window: VerifyWork, request: Request) -> None:
         self.first = min(progress_of(window.sequence).verified - 1 - window.start, window.count)
         self.last, self.row = window.count, request.choice.row
-        self.plain = self.row.seen is None and self.row.guide is None
+        self.plain = self.row.seen is None and self.row.guide is None and not self.row.bad_words
         self.ready: list[Sampled] = []
         self.logits: Tensor
         self._sampler = sampler

@@ -57,9 +57,17 @@ class Row:
     """Inputs of a sequence's next draw besides the logits: its parameters, and its tokens so far."""
 
     def __init__(
-        self, prompt: Sequence[int], sampling: Sampling, end_ids: Iterable[int], vocab_size: int, guide: Guide | None
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        end_ids: Iterable[int],
+        vocab_size: int,
+        guide: Guide | None,
+        bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> None:
         self.sampling, self.guide = sampling, guide
+        self.bad_words, self._kept = bad_words, max(map(len, bad_words), default=1) - 1
+        self._recent: tuple[int, ...] = ()  # last tokens of the output, as many as bad words need
         self.end_ids = np.array(sorted({token for token in end_ids if token < vocab_size}), dtype=np.int64)
         self.position, self.produced = len(prompt), 0
         penalties = sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
@@ -73,6 +81,21 @@ class Row:
             self.seen.add(token_id)
         if self.guide is not None:
             self.guide.advance(token_id)
+        if self._kept:
+            self._recent = (*self._recent, token_id)[-self._kept :]
+
+    @property
+    def bars(self) -> bool:
+        """Whether `barred` may have tokens for this draw."""
+        return bool(self.bad_words) or self.produced < self.sampling.min_tokens
+
+    @property
+    def barred(self) -> Array:
+        """The tokens that must not be drawn next, int64: end tokens before `min_tokens`, and ends of bad words."""
+        recent = self._recent
+        ends = [word[-1] for word in self.bad_words if word[:-1] == recent[len(recent) + 1 - len(word) :]]
+        found = np.array(ends, dtype=np.int64)
+        return np.concatenate([found, self.end_ids]) if self.produced < self.sampling.min_tokens else found
 
     def copy(self) -> Row:
         other = self.at(0)
@@ -81,7 +104,7 @@ class Row:
         return other
 
     def at(self, ahead: int) -> Row:
-        """Return the row `ahead` tokens later. Only without penalties and guide, because it ignores which tokens."""
+        """Return the row `ahead` tokens later. Only without penalties, guide and bad words: it ignores which tokens."""
         other = copy(self)
         other.position += ahead
         other.produced += ahead
@@ -104,11 +127,11 @@ class Adjustments:
         self._rates = np.array(rates, dtype=np.float32).T
         biases = [(i, *pair) for i, row in enumerate(rows) for pair in row.sampling.logit_bias]
         self._biases = [np.array(column) for column in zip(*biases, strict=True)]
-        self._barring = [(i, row) for i, row in enumerate(rows) if row.produced < row.sampling.min_tokens]
+        self._barring = [(i, row) for i, row in enumerate(rows) if row.bars]
 
     def apply(self, logits: Tensor) -> Tensor:
         """Return logits `[rows, vocab]` after penalties, then bias, then bans; a copy if any row needs one of them."""
-        self._barring = [(i, row) for i, row in self._barring if row.produced < row.sampling.min_tokens]
+        self._barring = [(i, row) for i, row in self._barring if row.bars]
         if not (self._penalised or self._biases or self._barring):
             return logits
         vocab = logits.shape[-1]
@@ -120,7 +143,7 @@ class Adjustments:
             places = upload(rows * vocab + ids, flat.device)
             flat[places] += upload(values.astype(np.float32), flat.device)
         if self._barring:
-            flat[upload(np.concatenate([row.end_ids + i * vocab for i, row in self._barring]), flat.device)] = NEVER
+            flat[upload(np.concatenate([row.barred + i * vocab for i, row in self._barring]), flat.device)] = NEVER
         return flat.view_as(logits)
 
     def _penalise(self, flat: Tensor, vocab: int) -> None:

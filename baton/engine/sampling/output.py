@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.core import Finish, FinishReason, SequenceSpec, Token, TokenLogprobs
+from baton.core import Finish, FinishReason, Sampling, SequenceSpec, Token, TokenLogprobs
 from baton.engine.sampling.logits import Row
 from baton.errors import TOO_LONG, InvalidRequest
 from baton.structured_output import Grammars, Guide
@@ -13,11 +13,15 @@ from baton.tokenizer import Detokenizer, Tokenizer
 
 class OutputText:
     """Detokenizer with stop strings. The first character that completes a stop string decides; among several matches
-    there, the longest counts. A match that is complete before token number `min_tokens` (from 1) is ordinary text.
+    there, the longest counts. A match that is complete before token number `min_tokens` (from 1) is ordinary text. The
+    text `includes` the stop string, or ends before it.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer, stop: Sequence[str] = (), min_tokens: int = 0, *, includes: bool = False
+    ) -> None:
         self._detokenizer, self._stop, self._min_tokens = detokenizer, tuple(stop), min_tokens
+        self._includes = includes
         self._pushed = 0
         self._held = ""  # the longest end of the text that may begin a stop string
 
@@ -32,10 +36,16 @@ class OutputText:
         if match is not None:
             begin, stop = match
             self._held = ""
-            return text[:begin], stop
+            return text[: begin + len(stop) * self._includes], stop
         final = len(text) - self._partial(text)
         self._held = text[final:]
         return text[:final], None
+
+    def ended_by(self, token_id: int) -> str:
+        """Return the tail at a token that ends the output. It has the token's own text only if stops are included."""
+        if self._includes:
+            self._held += self._detokenizer.push(token_id)
+        return self.tail()
 
     def tail(self) -> str:
         """Return the text still held back at the end: a partial stop string, an incomplete character."""
@@ -62,6 +72,16 @@ class OutputText:
         return longest
 
 
+def bad_words_of(sampling: Sampling, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Return the token ids of each bad word: at the beginning of a text and, if that differs, within it. As in vLLM."""
+    found: list[tuple[int, ...]] = []
+    for word in sampling.bad_words:
+        first, within = (tuple(tokenizer.encode_plain(prefix + word.lstrip())) for prefix in ("", " "))
+        found += [first] if first else []
+        found += [within] if first[:1] != within[:1] and len(first) == len(within) else []
+    return tuple(found)
+
+
 class OutputFactory:
     """Creates the outputs of one engine."""
 
@@ -72,7 +92,8 @@ class OutputFactory:
     def check(self, spec: SequenceSpec) -> None:
         if not spec.prompt:
             raise InvalidRequest.of("prompt", "must have at least one token")
-        if len(spec.prompt) >= self._max_model_len or len(spec) > self._max_model_len:
+        needed = len(spec.prompt) + (spec.sampling.max_tokens > 0)
+        if needed > self._max_model_len or len(spec) > self._max_model_len:
             limit = f"{TOO_LONG} {self._max_model_len} tokens"
             raise InvalidRequest.of("prompt", f"{limit}; {len(spec)} and at least one output token do not fit")
         sampling = spec.sampling
@@ -107,9 +128,12 @@ class OutputState:
         self._prompt_len = len(spec.prompt)
         self.max_output = min(self.sampling.max_tokens, max_model_len - len(spec.prompt))
         self._eos_ids = () if self.sampling.ignore_eos else tokenizer.eos_ids
-        self._text = OutputText(tokenizer.stream(spec.prompt), self.sampling.stop, self.sampling.min_tokens)
+        sampling = self.sampling
+        stream = tokenizer.stream(spec.prompt, special=not sampling.skip_special_tokens)
+        includes = sampling.include_stop_str_in_output
+        self._text = OutputText(stream, sampling.stop, sampling.min_tokens, includes=includes)
         end_ids = (*self._eos_ids, *self.sampling.stop_token_ids)
-        self.row = Row(spec.prompt, self.sampling, end_ids, vocab_size, guide)
+        self.row = Row(spec.prompt, self.sampling, end_ids, vocab_size, guide, bad_words_of(sampling, tokenizer))
         for token_id in spec.known:
             if self.finish is None:
                 self.push(token_id)
@@ -117,8 +141,11 @@ class OutputState:
     def push(self, token_id: int, logprobs: TokenLogprobs | None = None) -> Token | None:
         """Add a token. Return it with its text, or None if it only ends the output. Sets `finish` at the end."""
         reason = self.ends_by_id(token_id)
+        if not self.max_output:  # only the prompt was wanted
+            self.finish = Finish(FinishReason.LENGTH)
+            return None
         if reason is not None:
-            self.finish = Finish(reason, str(token_id), self._text.tail())
+            self.finish = Finish(reason, str(token_id), self._text.ended_by(token_id), logprobs)
             return None
         index = len(self.tokens) - self._prompt_len
         self.tokens.append(token_id)

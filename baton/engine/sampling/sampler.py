@@ -191,9 +191,12 @@ def _logprobs(logits: Tensor, tokens: Tensor, wanted: list[int], rows: Sequence[
     chosen = raw.gather(-1, tokens[wanted, None].clamp(min=0))[:, 0].tolist()  # a row without a token has logprobs too
     best = raw.topk(min(max(rows[i].sampling.logprobs or 0 for i in wanted), raw.shape[-1]), dim=-1)
     found = zip(wanted, chosen, best.values.tolist(), best.indices.tolist(), strict=True)
-    return {i: TokenLogprobs(logprob, _ranked(rows[i], values, ids)) for i, logprob, values, ids in found}
+    return {
+        i: TokenLogprobs(logprob, ranked(values, ids)[: rows[i].sampling.logprobs or 0])
+        for i, logprob, values, ids in found
+    }
 
 
-def _ranked(row: Row, values: list[float], ids: list[int]) -> tuple[tuple[int, float], ...]:
-    ranked = sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
-    return tuple(ranked[: row.sampling.logprobs or 0])
+def ranked(values: list[float], ids: list[int]) -> tuple[tuple[int, float], ...]:
+    """Return tokens with their log-probabilities, best first; among equal ones, the lowest id first."""
+    return tuple(sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0])))

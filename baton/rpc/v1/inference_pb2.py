@@ -4,15 +4,18 @@
 # source: baton/v1/inference.proto
 # Protobuf Python Version: 6.31.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC, 6, 31, 1, "", "baton/v1/inference.proto"
+    _runtime_version.Domain.PUBLIC,
+    6,
+    31,
+    1,
+    '',
+    'baton/v1/inference.proto'
 )
 # @@protoc_insertion_point(imports)
 
@@ -22,75 +25,75 @@ _sym_db = _symbol_database.Default()
 from baton.rpc.v1 import common_pb2 as baton_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t"\xc2\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x11\n\x04name\x18\x03 \x01(\tH\x00\x88\x01\x01\x12&\n\ntool_calls\x18\x04 \x03(\x0b\x32\x12.baton.v1.ToolCall\x12\x19\n\x0ctool_call_id\x18\x05 \x01(\tH\x01\x88\x01\x01\x12\x16\n\treasoning\x18\x06 \x01(\tH\x02\x88\x01\x01\x42\x07\n\x05_nameB\x0f\n\r_tool_call_idB\x0c\n\n_reasoning"\xc5\x01\n\x0c\x43hatMessages\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\x12\x12\n\x05tools\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x1c\n\x0ftemplate_kwargs\x18\x03 \x01(\tH\x01\x88\x01\x01\x12"\n\x15\x61\x64\x64_generation_prompt\x18\x04 \x01(\x08H\x02\x88\x01\x01\x42\x08\n\x06_toolsB\x12\n\x10_template_kwargsB\x18\n\x16_add_generation_prompt"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t"q\n\nConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12$\n\x07\x63hoices\x18\x03 \x01(\x0b\x32\x11.baton.v1.ChoicesH\x00\x12\r\n\x05\x61\x66ter\x18\x04 \x03(\tB\x06\n\x04kind"\xff\x04\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x16.baton.v1.ChatMessagesH\x00\x12$\n\x08sampling\x18\x05 \x01(\x0b\x32\x12.baton.v1.Sampling\x12\x0e\n\x01n\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x15\n\x08logprobs\x18\x07 \x01(\rH\x02\x88\x01\x01\x12\x1a\n\rdeterministic\x18\x08 \x01(\x08H\x03\x88\x01\x01\x12(\n\nconstraint\x18\t \x01(\x0b\x32\x14.baton.v1.Constraint\x12\x15\n\x08priority\x18\n \x01(\x05H\x04\x88\x01\x01\x12\x18\n\x0b\x63\x61\x63he_scope\x18\x0b \x01(\tH\x05\x88\x01\x01\x12\x18\n\x0bresumable_s\x18\x0c \x01(\x01H\x06\x88\x01\x01\x12\x12\n\nclient_tag\x18\r \x01(\t\x12\x1c\n\x0fidempotency_key\x18\x0e \x01(\tH\x07\x88\x01\x01\x12\x15\n\x08thoughts\x18\x0f \x01(\x08H\x08\x88\x01\x01\x12!\n\x14think_while_decoding\x18\x10 \x01(\x08H\t\x88\x01\x01\x12\x12\n\x05trace\x18\x11 \x01(\x08H\n\x88\x01\x01\x42\x08\n\x06promptB\x04\n\x02_nB\x0b\n\t_logprobsB\x10\n\x0e_deterministicB\x0b\n\t_priorityB\x0e\n\x0c_cache_scopeB\x0e\n\x0c_resumable_sB\x12\n\x10_idempotency_keyB\x0b\n\t_thoughtsB\x17\n\x15_think_while_decodingB\x08\n\x06_trace"\xa0\x01\n\rResumeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12*\n\x07request\x18\x02 \x01(\x0b\x32\x19.baton.v1.GenerateRequest\x12$\n\x08received\x18\x03 \x03(\x0b\x32\x12.baton.v1.TokenIds\x12\x1a\n\x12system_fingerprint\x18\x04 \x01(\t\x12\r\n\x05\x65xact\x18\x05 \x01(\x08"\x8e\x01\n\x08\x41\x63\x63\x65pted\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x1a\n\x12system_fingerprint\x18\x03 \x01(\t\x12$\n\x08\x64\x65\x66\x61ults\x18\x04 \x01(\x0b\x32\x12.baton.v1.Sampling\x12\x12\n\nin_thought\x18\x05 \x01(\x08"\x97\x01\n\x06Tokens\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x0c\n\x04\x66rom\x18\x02 \x01(\r\x12\x0f\n\x03ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x0c\n\x04text\x18\x04 \x01(\t\x12)\n\x08logprobs\x18\x05 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x13\n\x07lengths\x18\x06 \x03(\rB\x02\x10\x01\x12\x10\n\x08recorded\x18\x07 \x01(\x08"G\n\x07Thought\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\r\n\x05\x63hunk\x18\x02 \x01(\r\x12\x0f\n\x03ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x0c\n\x04text\x18\x04 \x01(\t",\n\tRecovered\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t"X\n\x08\x46inished\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12&\n\x06reason\x18\x02 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x14\n\x0cmatched_stop\x18\x03 \x01(\t"\x7f\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12\x14\n\x0c\x61udit_digest\x18\x04 \x01(\t\x12\x17\n\x0fthinking_tokens\x18\x05 \x01(\r"q\n\tPlacement\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x10\n\x08kv_bytes\x18\x03 \x01(\x04\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x10\n\x08\x61ttempts\x18\x05 \x01(\r"\xc4\x01\n\tCompleted\x12\x1e\n\x05usage\x18\x01 \x01(\x0b\x32\x0f.baton.v1.Usage\x12"\n\x07timings\x18\x02 \x01(\x0b\x32\x11.baton.v1.Timings\x12&\n\tplacement\x18\x03 \x01(\x0b\x32\x13.baton.v1.Placement\x12\x1a\n\x12system_fingerprint\x18\x04 \x01(\t\x12\x10\n\x08trace_id\x18\x05 \x01(\t\x12\x1d\n\x05spans\x18\x06 \x03(\x0b\x32\x0e.baton.v1.Span"\xa7\x02\n\rGenerateEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12&\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\x0b\x32\x12.baton.v1.AcceptedH\x00\x12"\n\x06tokens\x18\x04 \x01(\x0b\x32\x10.baton.v1.TokensH\x00\x12$\n\x07thought\x18\x05 \x01(\x0b\x32\x11.baton.v1.ThoughtH\x00\x12(\n\trecovered\x18\x06 \x01(\x0b\x32\x13.baton.v1.RecoveredH\x00\x12&\n\x08\x66inished\x18\x07 \x01(\x0b\x32\x12.baton.v1.FinishedH\x00\x12(\n\tcompleted\x18\x08 \x01(\x0b\x32\x13.baton.v1.CompletedH\x00\x42\x07\n\x05\x65vent"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t"\x1c\n\x0b\x43\x61ncelReply\x12\r\n\x05\x66ound\x18\x01 \x01(\x08"a\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.baton.v1.ChatMessagesH\x00\x42\x07\n\x05input" \n\rTokenizeReply\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01"3\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x03ids\x18\x02 \x03(\rB\x02\x10\x01"\x1f\n\x0f\x44\x65tokenizeReply\x12\x0c\n\x04text\x18\x01 \x01(\t"\x13\n\x11ListModelsRequest"\xb8\x01\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x11\n\ttool_form\x18\x04 \x01(\t\x12\x16\n\x0ethinking_chunk\x18\x05 \x01(\r\x12\x0f\n\x07\x61liases\x18\x06 \x03(\t\x12$\n\x08\x64\x65\x66\x61ults\x18\x07 \x01(\x0b\x32\x12.baton.v1.Sampling\x12\x16\n\x0ereasoning_form\x18\x08 \x01(\t"2\n\x0fListModelsReply\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Model2\x91\x03\n\tInference\x12@\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x17.baton.v1.GenerateEvent0\x01\x12<\n\x06Resume\x12\x17.baton.v1.ResumeRequest\x1a\x17.baton.v1.GenerateEvent0\x01\x12\x38\n\x06\x43\x61ncel\x12\x17.baton.v1.CancelRequest\x1a\x15.baton.v1.CancelReply\x12>\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x17.baton.v1.TokenizeReply\x12\x44\n\nDetokenize\x12\x1b.baton.v1.DetokenizeRequest\x1a\x19.baton.v1.DetokenizeReply\x12\x44\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x19.baton.v1.ListModelsReplyb\x06proto3'
-)
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\xc2\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x11\n\x04name\x18\x03 \x01(\tH\x00\x88\x01\x01\x12&\n\ntool_calls\x18\x04 \x03(\x0b\x32\x12.baton.v1.ToolCall\x12\x19\n\x0ctool_call_id\x18\x05 \x01(\tH\x01\x88\x01\x01\x12\x16\n\treasoning\x18\x06 \x01(\tH\x02\x88\x01\x01\x42\x07\n\x05_nameB\x0f\n\r_tool_call_idB\x0c\n\n_reasoning\"\xb9\x02\n\x0c\x43hatMessages\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\x12\x12\n\x05tools\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x1c\n\x0ftemplate_kwargs\x18\x03 \x01(\tH\x01\x88\x01\x01\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x04 \x01(\x08H\x02\x88\x01\x01\x12#\n\x16\x63ontinue_final_message\x18\x05 \x01(\x08H\x03\x88\x01\x01\x12\x1d\n\x10reasoning_effort\x18\x06 \x01(\tH\x04\x88\x01\x01\x42\x08\n\x06_toolsB\x12\n\x10_template_kwargsB\x18\n\x16_add_generation_promptB\x19\n\x17_continue_final_messageB\x13\n\x11_reasoning_effort\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"\x84\x01\n\nConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12$\n\x07\x63hoices\x18\x03 \x01(\x0b\x32\x11.baton.v1.ChoicesH\x00\x12\x11\n\x07grammar\x18\x04 \x01(\tH\x00\x12\r\n\x05\x61\x66ter\x18\x05 \x03(\tB\x06\n\x04kind\"\xe9\x05\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x16.baton.v1.ChatMessagesH\x00\x12$\n\x08sampling\x18\x05 \x01(\x0b\x32\x12.baton.v1.Sampling\x12\x0e\n\x01n\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x15\n\x08logprobs\x18\x07 \x01(\rH\x02\x88\x01\x01\x12\x1a\n\rdeterministic\x18\x08 \x01(\x08H\x03\x88\x01\x01\x12(\n\nconstraint\x18\t \x01(\x0b\x32\x14.baton.v1.Constraint\x12\x15\n\x08priority\x18\n \x01(\x05H\x04\x88\x01\x01\x12\x18\n\x0b\x63\x61\x63he_scope\x18\x0b \x01(\tH\x05\x88\x01\x01\x12\x18\n\x0bresumable_s\x18\x0c \x01(\x01H\x06\x88\x01\x01\x12\x12\n\nclient_tag\x18\r \x01(\t\x12\x1c\n\x0fidempotency_key\x18\x0e \x01(\tH\x07\x88\x01\x01\x12\x15\n\x08thoughts\x18\x0f \x01(\x08H\x08\x88\x01\x01\x12!\n\x14think_while_decoding\x18\x10 \x01(\x08H\t\x88\x01\x01\x12\x12\n\x05trace\x18\x11 \x01(\x08H\n\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x12 \x01(\rH\x0b\x88\x01\x01\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x13 \x01(\x08H\x0c\x88\x01\x01\x42\x08\n\x06promptB\x04\n\x02_nB\x0b\n\t_logprobsB\x10\n\x0e_deterministicB\x0b\n\t_priorityB\x0e\n\x0c_cache_scopeB\x0e\n\x0c_resumable_sB\x12\n\x10_idempotency_keyB\x0b\n\t_thoughtsB\x17\n\x15_think_while_decodingB\x08\n\x06_traceB\x12\n\x10_prompt_logprobsB\x15\n\x13_add_special_tokens\"\xc2\x01\n\rResumeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12*\n\x07request\x18\x02 \x01(\x0b\x32\x19.baton.v1.GenerateRequest\x12$\n\x08received\x18\x03 \x03(\x0b\x32\x12.baton.v1.TokenIds\x12\x1a\n\x12system_fingerprint\x18\x04 \x01(\t\x12\r\n\x05\x65xact\x18\x05 \x01(\x08\x12 \n\x18prompt_logprobs_received\x18\x06 \x01(\r\"\x8e\x01\n\x08\x41\x63\x63\x65pted\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x1a\n\x12system_fingerprint\x18\x03 \x01(\t\x12$\n\x08\x64\x65\x66\x61ults\x18\x04 \x01(\x0b\x32\x12.baton.v1.Sampling\x12\x12\n\nin_thought\x18\x05 \x01(\x08\"\x97\x01\n\x06Tokens\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x0c\n\x04\x66rom\x18\x02 \x01(\r\x12\x0f\n\x03ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x0c\n\x04text\x18\x04 \x01(\t\x12)\n\x08logprobs\x18\x05 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x13\n\x07lengths\x18\x06 \x03(\rB\x02\x10\x01\x12\x10\n\x08recorded\x18\x07 \x01(\x08\"G\n\x07Thought\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\r\n\x05\x63hunk\x18\x02 \x01(\r\x12\x0f\n\x03ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x0c\n\x04text\x18\x04 \x01(\t\",\n\tRecovered\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x83\x01\n\x08\x46inished\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12&\n\x06reason\x18\x02 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x14\n\x0cmatched_stop\x18\x03 \x01(\t\x12)\n\x08logprobs\x18\x04 \x01(\x0b\x32\x17.baton.v1.TokenLogprobs\"\x7f\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12\x14\n\x0c\x61udit_digest\x18\x04 \x01(\t\x12\x17\n\x0fthinking_tokens\x18\x05 \x01(\r\"q\n\tPlacement\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x10\n\x08kv_bytes\x18\x03 \x01(\x04\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x10\n\x08\x61ttempts\x18\x05 \x01(\r\"\xc4\x01\n\tCompleted\x12\x1e\n\x05usage\x18\x01 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\"\n\x07timings\x18\x02 \x01(\x0b\x32\x11.baton.v1.Timings\x12&\n\tplacement\x18\x03 \x01(\x0b\x32\x13.baton.v1.Placement\x12\x1a\n\x12system_fingerprint\x18\x04 \x01(\t\x12\x10\n\x08trace_id\x18\x05 \x01(\t\x12\x1d\n\x05spans\x18\x06 \x03(\x0b\x32\x0e.baton.v1.Span\"\xdc\x02\n\rGenerateEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12&\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\x0b\x32\x12.baton.v1.AcceptedH\x00\x12\"\n\x06tokens\x18\x04 \x01(\x0b\x32\x10.baton.v1.TokensH\x00\x12$\n\x07thought\x18\x05 \x01(\x0b\x32\x11.baton.v1.ThoughtH\x00\x12(\n\trecovered\x18\x06 \x01(\x0b\x32\x13.baton.v1.RecoveredH\x00\x12&\n\x08\x66inished\x18\x07 \x01(\x0b\x32\x12.baton.v1.FinishedH\x00\x12(\n\tcompleted\x18\x08 \x01(\x0b\x32\x13.baton.v1.CompletedH\x00\x12\x33\n\x0fprompt_logprobs\x18\t \x01(\x0b\x32\x18.baton.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1c\n\x0b\x43\x61ncelReply\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x99\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.baton.v1.ChatMessagesH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\" \n\rTokenizeReply\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"C\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x03ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x0e\n\x06pieces\x18\x03 \x01(\x08\",\n\nTokenPiece\x12\r\n\x05\x62ytes\x18\x01 \x01(\x0c\x12\x0f\n\x07special\x18\x02 \x01(\x08\"E\n\x0f\x44\x65tokenizeReply\x12\x0c\n\x04text\x18\x01 \x01(\t\x12$\n\x06pieces\x18\x02 \x03(\x0b\x32\x14.baton.v1.TokenPiece\"\x13\n\x11ListModelsRequest\"\xb8\x01\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x11\n\ttool_form\x18\x04 \x01(\t\x12\x16\n\x0ethinking_chunk\x18\x05 \x01(\r\x12\x0f\n\x07\x61liases\x18\x06 \x03(\t\x12$\n\x08\x64\x65\x66\x61ults\x18\x07 \x01(\x0b\x32\x12.baton.v1.Sampling\x12\x16\n\x0ereasoning_form\x18\x08 \x01(\t\"2\n\x0fListModelsReply\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Model2\x91\x03\n\tInference\x12@\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x17.baton.v1.GenerateEvent0\x01\x12<\n\x06Resume\x12\x17.baton.v1.ResumeRequest\x1a\x17.baton.v1.GenerateEvent0\x01\x12\x38\n\x06\x43\x61ncel\x12\x17.baton.v1.CancelRequest\x1a\x15.baton.v1.CancelReply\x12>\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x17.baton.v1.TokenizeReply\x12\x44\n\nDetokenize\x12\x1b.baton.v1.DetokenizeRequest\x1a\x19.baton.v1.DetokenizeReply\x12\x44\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x19.baton.v1.ListModelsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "baton.rpc.v1.inference_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.rpc.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_TOKENS"].fields_by_name["ids"]._loaded_options = None
-    _globals["_TOKENS"].fields_by_name["ids"]._serialized_options = b"\020\001"
-    _globals["_TOKENS"].fields_by_name["lengths"]._loaded_options = None
-    _globals["_TOKENS"].fields_by_name["lengths"]._serialized_options = b"\020\001"
-    _globals["_THOUGHT"].fields_by_name["ids"]._loaded_options = None
-    _globals["_THOUGHT"].fields_by_name["ids"]._serialized_options = b"\020\001"
-    _globals["_TOKENIZEREPLY"].fields_by_name["ids"]._loaded_options = None
-    _globals["_TOKENIZEREPLY"].fields_by_name["ids"]._serialized_options = b"\020\001"
-    _globals["_DETOKENIZEREQUEST"].fields_by_name["ids"]._loaded_options = None
-    _globals["_DETOKENIZEREQUEST"].fields_by_name["ids"]._serialized_options = b"\020\001"
-    _globals["_TOOLCALL"]._serialized_start = 61
-    _globals["_TOOLCALL"]._serialized_end = 116
-    _globals["_CHATMESSAGE"]._serialized_start = 119
-    _globals["_CHATMESSAGE"]._serialized_end = 313
-    _globals["_CHATMESSAGES"]._serialized_start = 316
-    _globals["_CHATMESSAGES"]._serialized_end = 513
-    _globals["_CHOICES"]._serialized_start = 515
-    _globals["_CHOICES"]._serialized_end = 539
-    _globals["_CONSTRAINT"]._serialized_start = 541
-    _globals["_CONSTRAINT"]._serialized_end = 654
-    _globals["_GENERATEREQUEST"]._serialized_start = 657
-    _globals["_GENERATEREQUEST"]._serialized_end = 1296
-    _globals["_RESUMEREQUEST"]._serialized_start = 1299
-    _globals["_RESUMEREQUEST"]._serialized_end = 1459
-    _globals["_ACCEPTED"]._serialized_start = 1462
-    _globals["_ACCEPTED"]._serialized_end = 1604
-    _globals["_TOKENS"]._serialized_start = 1607
-    _globals["_TOKENS"]._serialized_end = 1758
-    _globals["_THOUGHT"]._serialized_start = 1760
-    _globals["_THOUGHT"]._serialized_end = 1831
-    _globals["_RECOVERED"]._serialized_start = 1833
-    _globals["_RECOVERED"]._serialized_end = 1877
-    _globals["_FINISHED"]._serialized_start = 1879
-    _globals["_FINISHED"]._serialized_end = 1967
-    _globals["_USAGE"]._serialized_start = 1969
-    _globals["_USAGE"]._serialized_end = 2096
-    _globals["_PLACEMENT"]._serialized_start = 2098
-    _globals["_PLACEMENT"]._serialized_end = 2211
-    _globals["_COMPLETED"]._serialized_start = 2214
-    _globals["_COMPLETED"]._serialized_end = 2410
-    _globals["_GENERATEEVENT"]._serialized_start = 2413
-    _globals["_GENERATEEVENT"]._serialized_end = 2708
-    _globals["_CANCELREQUEST"]._serialized_start = 2710
-    _globals["_CANCELREQUEST"]._serialized_end = 2745
-    _globals["_CANCELREPLY"]._serialized_start = 2747
-    _globals["_CANCELREPLY"]._serialized_end = 2775
-    _globals["_TOKENIZEREQUEST"]._serialized_start = 2777
-    _globals["_TOKENIZEREQUEST"]._serialized_end = 2874
-    _globals["_TOKENIZEREPLY"]._serialized_start = 2876
-    _globals["_TOKENIZEREPLY"]._serialized_end = 2908
-    _globals["_DETOKENIZEREQUEST"]._serialized_start = 2910
-    _globals["_DETOKENIZEREQUEST"]._serialized_end = 2961
-    _globals["_DETOKENIZEREPLY"]._serialized_start = 2963
-    _globals["_DETOKENIZEREPLY"]._serialized_end = 2994
-    _globals["_LISTMODELSREQUEST"]._serialized_start = 2996
-    _globals["_LISTMODELSREQUEST"]._serialized_end = 3015
-    _globals["_MODEL"]._serialized_start = 3018
-    _globals["_MODEL"]._serialized_end = 3202
-    _globals["_LISTMODELSREPLY"]._serialized_start = 3204
-    _globals["_LISTMODELSREPLY"]._serialized_end = 3254
-    _globals["_INFERENCE"]._serialized_start = 3257
-    _globals["_INFERENCE"]._serialized_end = 3658
+  DESCRIPTOR._loaded_options = None
+  _globals['_TOKENS'].fields_by_name['ids']._loaded_options = None
+  _globals['_TOKENS'].fields_by_name['ids']._serialized_options = b'\020\001'
+  _globals['_TOKENS'].fields_by_name['lengths']._loaded_options = None
+  _globals['_TOKENS'].fields_by_name['lengths']._serialized_options = b'\020\001'
+  _globals['_THOUGHT'].fields_by_name['ids']._loaded_options = None
+  _globals['_THOUGHT'].fields_by_name['ids']._serialized_options = b'\020\001'
+  _globals['_TOKENIZEREPLY'].fields_by_name['ids']._loaded_options = None
+  _globals['_TOKENIZEREPLY'].fields_by_name['ids']._serialized_options = b'\020\001'
+  _globals['_DETOKENIZEREQUEST'].fields_by_name['ids']._loaded_options = None
+  _globals['_DETOKENIZEREQUEST'].fields_by_name['ids']._serialized_options = b'\020\001'
+  _globals['_TOOLCALL']._serialized_start=61
+  _globals['_TOOLCALL']._serialized_end=116
+  _globals['_CHATMESSAGE']._serialized_start=119
+  _globals['_CHATMESSAGE']._serialized_end=313
+  _globals['_CHATMESSAGES']._serialized_start=316
+  _globals['_CHATMESSAGES']._serialized_end=629
+  _globals['_CHOICES']._serialized_start=631
+  _globals['_CHOICES']._serialized_end=655
+  _globals['_CONSTRAINT']._serialized_start=658
+  _globals['_CONSTRAINT']._serialized_end=790
+  _globals['_GENERATEREQUEST']._serialized_start=793
+  _globals['_GENERATEREQUEST']._serialized_end=1538
+  _globals['_RESUMEREQUEST']._serialized_start=1541
+  _globals['_RESUMEREQUEST']._serialized_end=1735
+  _globals['_ACCEPTED']._serialized_start=1738
+  _globals['_ACCEPTED']._serialized_end=1880
+  _globals['_TOKENS']._serialized_start=1883
+  _globals['_TOKENS']._serialized_end=2034
+  _globals['_THOUGHT']._serialized_start=2036
+  _globals['_THOUGHT']._serialized_end=2107
+  _globals['_RECOVERED']._serialized_start=2109
+  _globals['_RECOVERED']._serialized_end=2153
+  _globals['_FINISHED']._serialized_start=2156
+  _globals['_FINISHED']._serialized_end=2287
+  _globals['_USAGE']._serialized_start=2289
+  _globals['_USAGE']._serialized_end=2416
+  _globals['_PLACEMENT']._serialized_start=2418
+  _globals['_PLACEMENT']._serialized_end=2531
+  _globals['_COMPLETED']._serialized_start=2534
+  _globals['_COMPLETED']._serialized_end=2730
+  _globals['_GENERATEEVENT']._serialized_start=2733
+  _globals['_GENERATEEVENT']._serialized_end=3081
+  _globals['_CANCELREQUEST']._serialized_start=3083
+  _globals['_CANCELREQUEST']._serialized_end=3118
+  _globals['_CANCELREPLY']._serialized_start=3120
+  _globals['_CANCELREPLY']._serialized_end=3148
+  _globals['_TOKENIZEREQUEST']._serialized_start=3151
+  _globals['_TOKENIZEREQUEST']._serialized_end=3304
+  _globals['_TOKENIZEREPLY']._serialized_start=3306
+  _globals['_TOKENIZEREPLY']._serialized_end=3338
+  _globals['_DETOKENIZEREQUEST']._serialized_start=3340
+  _globals['_DETOKENIZEREQUEST']._serialized_end=3407
+  _globals['_TOKENPIECE']._serialized_start=3409
+  _globals['_TOKENPIECE']._serialized_end=3453
+  _globals['_DETOKENIZEREPLY']._serialized_start=3455
+  _globals['_DETOKENIZEREPLY']._serialized_end=3524
+  _globals['_LISTMODELSREQUEST']._serialized_start=3526
+  _globals['_LISTMODELSREQUEST']._serialized_end=3545
+  _globals['_MODEL']._serialized_start=3548
+  _globals['_MODEL']._serialized_end=3732
+  _globals['_LISTMODELSREPLY']._serialized_start=3734
+  _globals['_LISTMODELSREPLY']._serialized_end=3784
+  _globals['_INFERENCE']._serialized_start=3787
+  _globals['_INFERENCE']._serialized_end=4188
 # @@protoc_insertion_point(module_scope)

@@ -111,12 +111,18 @@ class ChatMessages(_message.Message):
     TOOLS_FIELD_NUMBER: _builtins.int
     TEMPLATE_KWARGS_FIELD_NUMBER: _builtins.int
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    REASONING_EFFORT_FIELD_NUMBER: _builtins.int
     tools: _builtins.str
     """a JSON array, as in OpenAI's API; rejected if the template does not use it"""
     template_kwargs: _builtins.str
     """a JSON object of variables of the template; unknown ones are rejected by name"""
     add_generation_prompt: _builtins.bool
     """(true) end with the generation prompt of the template"""
+    continue_final_message: _builtins.bool
+    """(false) End within the last message, so that the answer continues it. Rejected with add_generation_prompt: true."""
+    reasoning_effort: _builtins.str
+    """variable of the template; without effect if the template lacks it"""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
     def __init__(
@@ -126,19 +132,29 @@ class ChatMessages(_message.Message):
         tools: _builtins.str | None = ...,
         template_kwargs: _builtins.str | None = ...,
         add_generation_prompt: _builtins.bool | None = ...,
+        continue_final_message: _builtins.bool | None = ...,
+        reasoning_effort: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_template_kwargs", b"_template_kwargs", "_tools", b"_tools", "add_generation_prompt", b"add_generation_prompt", "template_kwargs", b"template_kwargs", "tools", b"tools"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_continue_final_message", b"_continue_final_message", "_reasoning_effort", b"_reasoning_effort", "_template_kwargs", b"_template_kwargs", "_tools", b"_tools", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "reasoning_effort", b"reasoning_effort", "template_kwargs", b"template_kwargs", "tools", b"tools"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_template_kwargs", b"_template_kwargs", "_tools", b"_tools", "add_generation_prompt", b"add_generation_prompt", "messages", b"messages", "template_kwargs", b"template_kwargs", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_continue_final_message", b"_continue_final_message", "_reasoning_effort", b"_reasoning_effort", "_template_kwargs", b"_template_kwargs", "_tools", b"_tools", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "reasoning_effort", b"reasoning_effort", "template_kwargs", b"template_kwargs", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
     _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
+    _WhichOneofReturnType__continue_final_message: _TypeAlias = _typing.Literal["continue_final_message"]  # noqa: Y015
+    _WhichOneofArgType__continue_final_message: _TypeAlias = _typing.Literal["_continue_final_message", b"_continue_final_message"]  # noqa: Y015
+    _WhichOneofReturnType__reasoning_effort: _TypeAlias = _typing.Literal["reasoning_effort"]  # noqa: Y015
+    _WhichOneofArgType__reasoning_effort: _TypeAlias = _typing.Literal["_reasoning_effort", b"_reasoning_effort"]  # noqa: Y015
     _WhichOneofReturnType__template_kwargs: _TypeAlias = _typing.Literal["template_kwargs"]  # noqa: Y015
     _WhichOneofArgType__template_kwargs: _TypeAlias = _typing.Literal["_template_kwargs", b"_template_kwargs"]  # noqa: Y015
     _WhichOneofReturnType__tools: _TypeAlias = _typing.Literal["tools"]  # noqa: Y015
     _WhichOneofArgType__tools: _TypeAlias = _typing.Literal["_tools", b"_tools"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__add_generation_prompt) -> _WhichOneofReturnType__add_generation_prompt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__continue_final_message) -> _WhichOneofReturnType__continue_final_message | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning_effort) -> _WhichOneofReturnType__reasoning_effort | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__template_kwargs) -> _WhichOneofReturnType__template_kwargs | None: ...
     @_typing.overload
@@ -177,11 +193,14 @@ class Constraint(_message.Message):
     JSON_SCHEMA_FIELD_NUMBER: _builtins.int
     REGEX_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
     """at most 64 KiB"""
     regex: _builtins.str
     """at most 8 KiB, in the syntax of Rust's regex crate, for all of the text"""
+    grammar: _builtins.str
+    """at most 256 KiB, in llguidance's form of Lark"""
     @_builtins.property
     def choices(self) -> Global___Choices:
         """at most 256, each of 1 to 1024 characters"""
@@ -196,13 +215,14 @@ class Constraint(_message.Message):
         json_schema: _builtins.str = ...,
         regex: _builtins.str = ...,
         choices: Global___Choices | None = ...,
+        grammar: _builtins.str = ...,
         after: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "grammar", b"grammar", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "choices", b"choices", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "choices", b"choices", "grammar", b"grammar", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "regex", "choices"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "regex", "choices", "grammar"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -231,6 +251,8 @@ class GenerateRequest(_message.Message):
     THOUGHTS_FIELD_NUMBER: _builtins.int
     THINK_WHILE_DECODING_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """"" : the served model"""
     text: _builtins.str
@@ -260,6 +282,12 @@ class GenerateRequest(_message.Message):
     """Think about generated tokens too (default: the cluster file). Rejected if the model does not think."""
     trace: _builtins.bool
     """(false) `Completed` has all spans of the request"""
+    prompt_logprobs: _builtins.int
+    """Unset: none. 0 selects the log-probability of each prompt token, k also the k most likely tokens. The whole prompt is
+    computed, without cached prefixes. Rejected if the model thinks.
+    """
+    add_special_tokens: _builtins.bool
+    """(true for a text, false for a chat) begin with the model's special tokens"""
     @_builtins.property
     def token_ids(self) -> _common_pb2.TokenIds: ...
     @_builtins.property
@@ -288,11 +316,15 @@ class GenerateRequest(_message.Message):
         thoughts: _builtins.bool | None = ...,
         think_while_decoding: _builtins.bool | None = ...,
         trace: _builtins.bool | None = ...,
+        prompt_logprobs: _builtins.int | None = ...,
+        add_special_tokens: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_scope", b"_cache_scope", "_deterministic", b"_deterministic", "_idempotency_key", b"_idempotency_key", "_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_resumable_s", b"_resumable_s", "_think_while_decoding", b"_think_while_decoding", "_thoughts", b"_thoughts", "_trace", b"_trace", "cache_scope", b"cache_scope", "chat", b"chat", "constraint", b"constraint", "deterministic", b"deterministic", "idempotency_key", b"idempotency_key", "logprobs", b"logprobs", "n", b"n", "priority", b"priority", "prompt", b"prompt", "resumable_s", b"resumable_s", "sampling", b"sampling", "text", b"text", "think_while_decoding", b"think_while_decoding", "thoughts", b"thoughts", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_cache_scope", b"_cache_scope", "_deterministic", b"_deterministic", "_idempotency_key", b"_idempotency_key", "_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_resumable_s", b"_resumable_s", "_think_while_decoding", b"_think_while_decoding", "_thoughts", b"_thoughts", "_trace", b"_trace", "add_special_tokens", b"add_special_tokens", "cache_scope", b"cache_scope", "chat", b"chat", "constraint", b"constraint", "deterministic", b"deterministic", "idempotency_key", b"idempotency_key", "logprobs", b"logprobs", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "resumable_s", b"resumable_s", "sampling", b"sampling", "text", b"text", "think_while_decoding", b"think_while_decoding", "thoughts", b"thoughts", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_scope", b"_cache_scope", "_deterministic", b"_deterministic", "_idempotency_key", b"_idempotency_key", "_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_resumable_s", b"_resumable_s", "_think_while_decoding", b"_think_while_decoding", "_thoughts", b"_thoughts", "_trace", b"_trace", "cache_scope", b"cache_scope", "chat", b"chat", "client_tag", b"client_tag", "constraint", b"constraint", "deterministic", b"deterministic", "idempotency_key", b"idempotency_key", "logprobs", b"logprobs", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "resumable_s", b"resumable_s", "sampling", b"sampling", "text", b"text", "think_while_decoding", b"think_while_decoding", "thoughts", b"thoughts", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_cache_scope", b"_cache_scope", "_deterministic", b"_deterministic", "_idempotency_key", b"_idempotency_key", "_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_resumable_s", b"_resumable_s", "_think_while_decoding", b"_think_while_decoding", "_thoughts", b"_thoughts", "_trace", b"_trace", "add_special_tokens", b"add_special_tokens", "cache_scope", b"cache_scope", "chat", b"chat", "client_tag", b"client_tag", "constraint", b"constraint", "deterministic", b"deterministic", "idempotency_key", b"idempotency_key", "logprobs", b"logprobs", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "resumable_s", b"resumable_s", "sampling", b"sampling", "text", b"text", "think_while_decoding", b"think_while_decoding", "thoughts", b"thoughts", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType__cache_scope: _TypeAlias = _typing.Literal["cache_scope"]  # noqa: Y015
     _WhichOneofArgType__cache_scope: _TypeAlias = _typing.Literal["_cache_scope", b"_cache_scope"]  # noqa: Y015
     _WhichOneofReturnType__deterministic: _TypeAlias = _typing.Literal["deterministic"]  # noqa: Y015
@@ -305,6 +337,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__resumable_s: _TypeAlias = _typing.Literal["resumable_s"]  # noqa: Y015
     _WhichOneofArgType__resumable_s: _TypeAlias = _typing.Literal["_resumable_s", b"_resumable_s"]  # noqa: Y015
     _WhichOneofReturnType__think_while_decoding: _TypeAlias = _typing.Literal["think_while_decoding"]  # noqa: Y015
@@ -315,6 +349,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__trace: _TypeAlias = _typing.Literal["_trace", b"_trace"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_scope) -> _WhichOneofReturnType__cache_scope | None: ...
     @_typing.overload
@@ -327,6 +363,8 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__resumable_s) -> _WhichOneofReturnType__resumable_s | None: ...
     @_typing.overload
@@ -349,6 +387,7 @@ class ResumeRequest(_message.Message):
     RECEIVED_FIELD_NUMBER: _builtins.int
     SYSTEM_FINGERPRINT_FIELD_NUMBER: _builtins.int
     EXACT_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_RECEIVED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     system_fingerprint: _builtins.str
     """of a deterministic request: as in `Accepted`"""
@@ -356,6 +395,8 @@ class ResumeRequest(_message.Message):
     """Repeat the stream from its record on a decode worker, and compute nothing again. Without a complete record, the
     call ends with INVALID_ARGUMENT naming `request_id`.
     """
+    prompt_logprobs_received: _builtins.int
+    """Number of prompt tokens whose log-probabilities the client has. They all come before the first token of choice 0."""
     @_builtins.property
     def request(self) -> Global___GenerateRequest:
         """the original one"""
@@ -372,10 +413,11 @@ class ResumeRequest(_message.Message):
         received: _abc.Iterable[_common_pb2.TokenIds] | None = ...,
         system_fingerprint: _builtins.str = ...,
         exact: _builtins.bool = ...,
+        prompt_logprobs_received: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exact", b"exact", "received", b"received", "request", b"request", "request_id", b"request_id", "system_fingerprint", b"system_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exact", b"exact", "prompt_logprobs_received", b"prompt_logprobs_received", "received", b"received", "request", b"request", "request_id", b"request_id", "system_fingerprint", b"system_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -532,19 +574,25 @@ class Finished(_message.Message):
     CHOICE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     MATCHED_STOP_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     reason: _common_pb2.FinishReason.ValueType
     matched_stop: _builtins.str
+    @_builtins.property
+    def logprobs(self) -> _common_pb2.TokenLogprobs:
+        """of the end token that `matched_stop` names, if the request asked for log-probabilities"""
+
     def __init__(
         self,
         *,
         choice: _builtins.int = ...,
         reason: _common_pb2.FinishReason.ValueType = ...,
         matched_stop: _builtins.str = ...,
+        logprobs: _common_pb2.TokenLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "matched_stop", b"matched_stop", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "logprobs", b"logprobs", "matched_stop", b"matched_stop", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -679,6 +727,7 @@ class GenerateEvent(_message.Message):
     RECOVERED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     COMPLETED_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     seq: _builtins.int
     """0, 1, 2, ... within the stream"""
@@ -694,6 +743,10 @@ class GenerateEvent(_message.Message):
     def finished(self) -> Global___Finished: ...
     @_builtins.property
     def completed(self) -> Global___Completed: ...
+    @_builtins.property
+    def prompt_logprobs(self) -> _common_pb2.PromptLogprobs:
+        """parts in the order of positions, before the first token of choice 0"""
+
     def __init__(
         self,
         *,
@@ -705,12 +758,13 @@ class GenerateEvent(_message.Message):
         recovered: Global___Recovered | None = ...,
         finished: Global___Finished | None = ...,
         completed: Global___Completed | None = ...,
+        prompt_logprobs: _common_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "completed", b"completed", "event", b"event", "finished", b"finished", "recovered", b"recovered", "thought", b"thought", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "completed", b"completed", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "recovered", b"recovered", "thought", b"thought", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "completed", b"completed", "event", b"event", "finished", b"finished", "recovered", b"recovered", "request_id", b"request_id", "seq", b"seq", "thought", b"thought", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "completed", b"completed", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "recovered", b"recovered", "request_id", b"request_id", "seq", b"seq", "thought", b"thought", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "tokens", "thought", "recovered", "finished", "completed"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "tokens", "thought", "recovered", "finished", "completed", "prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -762,8 +816,11 @@ class TokenizeRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     text: _builtins.str
+    add_special_tokens: _builtins.bool
+    """as in GenerateRequest"""
     @_builtins.property
     def chat(self) -> Global___ChatMessages:
         """rendered and encoded as for Generate"""
@@ -774,13 +831,19 @@ class TokenizeRequest(_message.Message):
         model: _builtins.str = ...,
         text: _builtins.str = ...,
         chat: Global___ChatMessages | None = ...,
+        add_special_tokens: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "input", b"input", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "input", b"input", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "input", b"input", "model", b"model", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "input", b"input", "model", b"model", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "chat"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
 
 Global___TokenizeRequest: _TypeAlias = TokenizeRequest  # noqa: Y015
@@ -811,7 +874,10 @@ class DetokenizeRequest(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     IDS_FIELD_NUMBER: _builtins.int
+    PIECES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
+    pieces: _builtins.bool
+    """reply with the bytes of each token instead; ids outside the vocabulary have none"""
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -819,29 +885,61 @@ class DetokenizeRequest(_message.Message):
         *,
         model: _builtins.str = ...,
         ids: _abc.Iterable[_builtins.int] | None = ...,
+        pieces: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids", "model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids", "model", b"model", "pieces", b"pieces"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DetokenizeRequest: _TypeAlias = DetokenizeRequest  # noqa: Y015
 
 @_typing.final
+class TokenPiece(_message.Message):
+    """A token as it is written after another one. The bytes may be a part of a character."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BYTES_FIELD_NUMBER: _builtins.int
+    SPECIAL_FIELD_NUMBER: _builtins.int
+    bytes: _builtins.bytes
+    special: _builtins.bool
+    """has no text, unless `skip_special_tokens` is false"""
+    def __init__(
+        self,
+        *,
+        bytes: _builtins.bytes = ...,
+        special: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "special", b"special"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenPiece: _TypeAlias = TokenPiece  # noqa: Y015
+
+@_typing.final
 class DetokenizeReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TEXT_FIELD_NUMBER: _builtins.int
+    PIECES_FIELD_NUMBER: _builtins.int
     text: _builtins.str
+    @_builtins.property
+    def pieces(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenPiece]:
+        """one per id"""
+
     def __init__(
         self,
         *,
         text: _builtins.str = ...,
+        pieces: _abc.Iterable[Global___TokenPiece] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pieces", b"pieces", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -235,6 +235,7 @@ class SequenceSpec(_message.Message):
     CONSTRAINT_FIELD_NUMBER: _builtins.int
     DETERMINISTIC_FIELD_NUMBER: _builtins.int
     THINK_WHILE_DECODING_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     logprobs: _builtins.int
     priority: _builtins.int
     """-100 to 100, higher first, as in GenerateRequest"""
@@ -244,6 +245,8 @@ class SequenceSpec(_message.Message):
     """rejected by a worker that does not support it"""
     think_while_decoding: _builtins.bool
     """rejected by a worker whose model does not think"""
+    prompt_logprobs: _builtins.int
+    """as in GenerateRequest; ignored in a commit"""
     @_builtins.property
     def prompt(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -270,14 +273,20 @@ class SequenceSpec(_message.Message):
         constraint: _inference_pb2.Constraint | None = ...,
         deterministic: _builtins.bool = ...,
         think_while_decoding: _builtins.bool = ...,
+        prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "constraint", b"constraint", "logprobs", b"logprobs", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "constraint", b"constraint", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "cache_scope", b"cache_scope", "constraint", b"constraint", "deterministic", b"deterministic", "known", b"known", "logprobs", b"logprobs", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "think_while_decoding", b"think_while_decoding"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "cache_scope", b"cache_scope", "constraint", b"constraint", "deterministic", b"deterministic", "known", b"known", "logprobs", b"logprobs", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "think_while_decoding", b"think_while_decoding"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___SequenceSpec: _TypeAlias = SequenceSpec  # noqa: Y015
 
@@ -543,6 +552,7 @@ class WorkerEvent(_message.Message):
     PUSHED_FIELD_NUMBER: _builtins.int
     ATTACHED_FIELD_NUMBER: _builtins.int
     THOUGHTS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     SPANS_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
@@ -600,6 +610,10 @@ class WorkerEvent(_message.Message):
         """
 
     @_builtins.property
+    def prompt_logprobs(self) -> _common_pb2.PromptLogprobs:
+        """positions 1 and up, in order, before `tokens`; repeated after a Repush"""
+
+    @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Span]:
         """Spans of the handoff since the last report. Prefill sends them with Pushed, Finish or Failed; decode with
         Committed, Finish, Preempted or Failed.
@@ -621,14 +635,15 @@ class WorkerEvent(_message.Message):
         pushed: Global___Pushed | None = ...,
         attached: Global___Attached | None = ...,
         thoughts: Global___OutputThoughts | None = ...,
+        prompt_logprobs: _common_pb2.PromptLogprobs | None = ...,
         cached_tokens: _builtins.int = ...,
         spans: _abc.Iterable[_common_pb2.Span] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "committed", b"committed", "event", b"event", "failed", b"failed", "fenced", b"fenced", "finish", b"finish", "handoff", b"handoff", "preempted", b"preempted", "pushed", b"pushed", "refused", b"refused", "reserved", b"reserved", "thoughts", b"thoughts", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "committed", b"committed", "event", b"event", "failed", b"failed", "fenced", b"fenced", "finish", b"finish", "handoff", b"handoff", "preempted", b"preempted", "prompt_logprobs", b"prompt_logprobs", "pushed", b"pushed", "refused", b"refused", "reserved", b"reserved", "thoughts", b"thoughts", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "cached_tokens", b"cached_tokens", "committed", b"committed", "event", b"event", "failed", b"failed", "fenced", b"fenced", "finish", b"finish", "handoff", b"handoff", "preempted", b"preempted", "pushed", b"pushed", "refused", b"refused", "reserved", b"reserved", "spans", b"spans", "thoughts", b"thoughts", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "cached_tokens", b"cached_tokens", "committed", b"committed", "event", b"event", "failed", b"failed", "fenced", b"fenced", "finish", b"finish", "handoff", b"handoff", "preempted", b"preempted", "prompt_logprobs", b"prompt_logprobs", "pushed", b"pushed", "refused", b"refused", "reserved", b"reserved", "spans", b"spans", "thoughts", b"thoughts", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["welcome", "reserved", "refused", "tokens", "finish", "committed", "fenced", "preempted", "failed", "pushed", "attached", "thoughts"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["welcome", "reserved", "refused", "tokens", "finish", "committed", "fenced", "preempted", "failed", "pushed", "attached", "thoughts", "prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -719,11 +734,16 @@ class OutputFinish(_message.Message):
     MATCHED_FIELD_NUMBER: _builtins.int
     TAIL_FIELD_NUMBER: _builtins.int
     VERIFY_S_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     reason: _common_pb2.FinishReason.ValueType
     matched: _builtins.str
     tail: _builtins.str
     verify_s: _builtins.float
     """time of verify passes with this sequence in this attempt"""
+    @_builtins.property
+    def logprobs(self) -> _common_pb2.TokenLogprobs:
+        """as in Finished"""
+
     def __init__(
         self,
         *,
@@ -731,10 +751,11 @@ class OutputFinish(_message.Message):
         matched: _builtins.str = ...,
         tail: _builtins.str = ...,
         verify_s: _builtins.float = ...,
+        logprobs: _common_pb2.TokenLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["matched", b"matched", "reason", b"reason", "tail", b"tail", "verify_s", b"verify_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "matched", b"matched", "reason", b"reason", "tail", b"tail", "verify_s", b"verify_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from baton import errors
 from baton.client._accumulator import Fold
 from baton.client._retry import RETRY_BASE_S, RETRY_CAP_S, Attempts, ClientBase, Recovery
-from baton.client.types import Delta, Thought
+from baton.client.types import Delta, PromptToken, Thought
 from baton.core import FinishReason, TokenLogprobs
 from baton.errors import BatonError, ConfigError, EngineFault, InvalidRequest, NoWorker, Overloaded, WorkerLost
 from baton.rpc.v1 import common_pb2 as common
@@ -130,6 +130,23 @@ def test_thoughts_that_a_resumed_stream_says_again_are_not_shown():
     assert folded.thoughts[0].text == "hm", "what was shown first"
 
 
+def part(start: int, *ids: int) -> Event:
+    ranks = [min(start + number, 1) for number in range(len(ids))]
+    scores = [common.TokenLogprobs(logprob=-rank) for rank in ranks]
+    rest: dict[str, Any] = {"from": start}
+    return Event(prompt_logprobs=common.PromptLogprobs(ids=ids, ranks=ranks, logprobs=scores, **rest))
+
+
+def test_log_probabilities_of_the_prompt_continue_in_a_resumed_stream():
+    folded, deltas = resumed(
+        [ACCEPTED, part(0, 4, 5)], [ACCEPTED, part(2, 6), tokens(0, [1], "a"), finished(), COMPLETED]
+    )
+    answer = folded._completion()
+    scored = TokenLogprobs(-1.0)
+    assert answer.prompt_logprobs == (PromptToken(4), PromptToken(5, 1, scored), PromptToken(6, 1, scored))
+    assert (answer.text, [delta.text for delta in deltas]) == ("a", ["a"])
+
+
 BEGUN = [ACCEPTED, tokens(0, [1], "a")]
 
 
@@ -147,6 +164,8 @@ BEGUN = [ACCEPTED, tokens(0, [1], "a")]
         ([[finished(), COMPLETED, ACCEPTED]], "after Completed"),
         ([[tokens(0, [1, 2], logprobs=[common.TokenLogprobs()])]], "2 tokens with 1 logprobs"),
         ([[finished(reason=common.FINISH_REASON_UNSPECIFIED)]], "unknown reason 0"),
+        ([[part(0, 1), part(2, 3)]], "received prompt token 2, expected 1"),
+        ([[part(0, 1)], [part(0, 1)]], "received prompt token 0, expected 1"),
         ([[]], "without Completed"),
         ([[*BEGUN, finished()]], "without Completed"),
         ([[tokens(0, [1]), COMPLETED]], "unfinished choice"),

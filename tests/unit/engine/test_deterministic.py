@@ -323,18 +323,22 @@ def item(number, *, count=1, known=20, verified=None, final=None):
     return ScheduledSequence(sequence, count)
 
 
+def forwards(work, rows):
+    return [(part.work, part.exact) for part in split_exact(work, rows)]
+
+
 def test_which_forwards_a_batch_needs():
     sure, plain, chunk = item(1, verified=20), item(2), item(3, count=7)
     doubtful = item(4, verified=18)  # has candidates
-    assert split_exact([plain, chunk], 4) == [([plain, chunk], False)]
-    assert split_exact([sure, plain], 0) == [([sure, plain], False)]
-    assert split_exact([plain, doubtful], 4) == [([plain, doubtful], False)]
-    assert split_exact([plain, sure], 4) == [([plain, sure], True)]
-    assert split_exact([chunk, sure, plain], 4) == [([sure, plain], True), ([chunk], False)]
-    assert split_exact([plain, sure, doubtful], 1) == [([sure], True), ([plain, doubtful], False)]
+    assert forwards([plain, chunk], 4) == [([plain, chunk], False)]
+    assert forwards([sure, plain], 0) == [([sure, plain], False)]
+    assert forwards([plain, doubtful], 4) == [([plain, doubtful], False)]
+    assert forwards([plain, sure], 4) == [([plain, sure], True)]
+    assert forwards([chunk, sure, plain], 4) == [([sure, plain], True), ([chunk], False)]
+    assert forwards([plain, sure, doubtful], 1) == [([sure], True), ([plain, doubtful], False)]
     several = [item(number, verified=20) for number in range(5)]
     wanted = [(several[:3], True), ([*several[3:], plain], True), ([chunk], False)]
-    assert split_exact([*several, plain, chunk], 3) == wanted
+    assert forwards([*several, plain, chunk], 3) == wanted
 
 
 def compiled_demo(dtype, **options):

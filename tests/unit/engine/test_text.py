@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,8 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from baton.engine.sampling.output import OutputText
+from baton.core import Sampling, SequenceSpec
+from baton.engine.determinism.shapes import FixedShapes
+from baton.engine.sampling.output import OutputFactory, OutputText
 from baton.tokenizer import OracleTokenizer, load_tokenizer
+from tests.support import engines
 
 CORPUS = [
     "the quick brown fox jumps over ünïcödé dogs, 日本語 テキスト, 😀😃 and Ελλάδα: hello world stop </s> END\n\n"
@@ -106,3 +110,44 @@ def test_nothing_given_out_is_taken_back_and_nothing_is_held_without_need(tokeni
 def test_the_first_complete_match_wins_and_the_longest_of_those(stop, text, matched):
     stream = SimpleNamespace(push=lambda token_id: "abcde", flush=lambda: "")
     assert OutputText(stream, stop).push(0) == (text, matched)
+
+
+@pytest.mark.parametrize("includes", [False, True])
+@pytest.mark.parametrize("special", [False, True])
+def test_stops_and_special_tokens_are_shown_only_if_asked_for(tmp_path, includes, special):
+    raw = tokenizers.Tokenizer(models.BPE())
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    raw.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=300, special_tokens=["</s>", "<pad>"]))
+    raw.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"eos_token_id": 0}')
+    tokenizer = load_tokenizer(tmp_path)
+    sampling = Sampling(
+        max_tokens=99, stop=("END",), include_stop_str_in_output=includes, skip_special_tokens=not special
+    )
+    factory = OutputFactory(tokenizer, tokenizer.vocab_size, 999)
+
+    def text_of(ids):
+        state = factory.start(SequenceSpec((5,), sampling))
+        pieces = [token.text for token_id in ids if (token := state.push(token_id)) is not None]
+        assert state.finish is not None
+        return "".join(pieces) + state.finish.tail
+
+    begun, pad = tokenizer.encode("the dog EN"), "<pad>" if special else ""
+    assert text_of([*begun, *tokenizer.encode("D!")]) == "the dog " + ("END" if includes else "")
+    assert text_of([*begun, 1, 0]) == f"the dog EN{pad}" + ("</s>" if includes and special else "")
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_bad_words_are_never_completed(deterministic):
+    """The oracle writes random letters. Without a bad word, it writes each of these texts."""
+    spec = engines.spec_of("abc", max_tokens=60, temperature=1.0, seed=3, deterministic=deterministic, ignore_eos=True)
+    free = bytes(engines.oracle().expected(spec)).decode(errors="replace")
+    words = tuple({free[9], free[20:22], free[30:33]})
+    sampling = replace(spec.sampling, bad_words=words)
+    shapes = FixedShapes(rows=4, tokens=8)
+    engine = engines.engine_of(engines.oracle(), shapes=shapes)
+    found = engines.run(engine, [replace(spec, sampling=sampling)]).ids(engines.key_of(0))
+    text = bytes(found).decode(errors="replace")
+    assert len(text) == 60
+    assert not any(word in text for word in words)
+    assert text.startswith(free[: min(free.index(word) + len(word) - 1 for word in words)])

@@ -18,7 +18,7 @@ from baton.rpc.status import CODES
 from baton.rpc.v1 import common_pb2
 from baton.testing import FakeClock
 from router.openai import errors, parsing
-from router.openai.job import chat_job, completion_job
+from router.openai.job import chat_job, completion_job, tokenize_call
 from router.openai.parsing import checked
 from router.openai.responses import RequestMetrics
 from router.openai.schema import ChatBody, CompletionBody, StreamOptions, TokenizeBody
@@ -77,7 +77,7 @@ def test_a_schema_has_its_depth(levels, fits):
 
 
 def test_every_mistake_is_named():
-    wrong = {"prompt": 1, "temperature": "x", "best_off": 2, "echo": True}
+    wrong = {"prompt": 1, "temperature": "x", "best_off": 2, "suffix": "y"}
     with pytest.raises(InvalidRequest) as refused:
         read(**wrong)
     assert {violation.field for violation in refused.value.violations} == set(wrong)
@@ -105,6 +105,7 @@ def chat(**fields):
     return checked(orjson.dumps({"messages": [{"role": "user", "content": "x"}], **fields}), ChatBody)
 
 
+HELLO = [{"role": "user", "content": "x"}]
 HINTS = {
     "metadata": {"a": "b"},
     "prompt_cache_key": "k",
@@ -114,15 +115,11 @@ HINTS = {
     "verbosity": "low",
 }
 NEUTRAL = {
-    "add_special_tokens": False,
     "bad_words": [],
     "best_of": 1,
-    "continue_final_message": False,
     "echo": False,
-    "include_stop_str_in_output": False,
     "length_penalty": 1.0,
     "prompt_logprobs": None,
-    "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
     "use_beam_search": False,
 }
@@ -133,9 +130,7 @@ def test_fields_without_effect_are_taken(field):
     assert chat_job(chat(**{field: (HINTS | NEUTRAL)[field]})).requests == chat_job(chat()).requests
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("skip_special_tokens", False), ("prompt_logprobs", 1), ("use_beam_search", True)]
-)
+@pytest.mark.parametrize(("field", "value"), [("length_penalty", 2.0), ("echo", True), ("use_beam_search", True)])
 def test_values_that_would_have_an_effect_are_rejected(field, value):
     with pytest.raises(InvalidRequest, match=f"{field}: not supported") as refused:
         chat(**{field: value})
@@ -178,6 +173,30 @@ def test_constraints_of_vllm(fields, kind, value):
         assert job.rename(0, f"constraint.{kind}") == f"{next(iter(fields))}.{kind}"
 
 
+@pytest.mark.parametrize("value", [True, False])
+def test_fields_of_vllm_are_passed_on_with_both_values(value):
+    names = "include_stop_str_in_output", "skip_special_tokens", "add_special_tokens"
+    fields = dict.fromkeys(names, value) | {"bad_words": ["a", "b"]}
+    ends = {"continue_final_message": value, "add_generation_prompt": not value, "reasoning_effort": "low"}
+    for job in (completion_job(read(**fields)), chat_job(chat(**fields, **ends))):
+        request = job.requests[0]
+        given = request.sampling.include_stop_str_in_output, request.sampling.skip_special_tokens
+        assert (*given, request.add_special_tokens, list(request.sampling.bad_words)) == (*[value] * 3, ["a", "b"])
+    shown = request.chat
+    assert (shown.continue_final_message, shown.add_generation_prompt, shown.reasoning_effort) == (
+        value,
+        not value,
+        "low",
+    )
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "add_special_tokens": value,
+        "continue_final_message": value,
+    }
+    asked = tokenize_call(checked(orjson.dumps(body), TokenizeBody))
+    assert (asked.add_special_tokens, asked.chat.continue_final_message) == (value, value)
+
+
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
@@ -199,7 +218,7 @@ def test_constraints_that_cannot_be(fields, field):
 
 
 def test_unknown_fields_can_be_ignored():
-    fields = {"messages": [{"role": "user", "content": "x", "mood": 1}], "zzz": 1, "prompt_logprobs": 3, "n": 2}
+    fields = {"messages": [{"role": "user", "content": "x", "mood": 1}], "zzz": 1, "truncate_prompt_tokens": 3, "n": 2}
     body = checked(orjson.dumps(fields), ChatBody, ignores_unknown=True)
     assert chat_job(body).requests == chat_job(chat(n=2)).requests
     with pytest.raises(InvalidRequest, match=r"^n: [^;]*$"):

@@ -103,7 +103,7 @@ async def test_a_request_takes_a_conversation(tmp_path):
     asked = pb.ResumeRequest(request=pb.GenerateRequest(chat=chat(*ASKED)))
     spec = (await RequestParser(tokenizer, "m").parse(asked, "r", 100)).spec
     assert spec.sampling.max_tokens == 100 - len(spec.prompt), "an answer may be as long as fits"
-    assert spec.prompt == tuple(tokenizer.encode_rendered("4!"))
+    assert spec.prompt == tuple(tokenizer.encode_plain("4!"))
     tokenizer = model(tmp_path, "{% for m in messages %}{% endfor %}")
     with pytest.raises(InvalidRequest, match="chat: must not be empty"):
         await RequestParser(tokenizer, "m").parse(asked, "r", 100)
@@ -322,3 +322,29 @@ def test_variables_and_fields_of_a_template_are_known():
     assert template.variables == {"b", "m"}
     assert Template("{{ strftime_now('%Y') | int > 2000 }}").render({}) == "True"
     assert [template.mentions(word) for word in ("b", "tool_calls", "x", "y")] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("text", ["Once upon", " a  time \n", "", "é 😀"])
+@pytest.mark.parametrize("name", sorted(TEXTS))
+async def test_a_message_is_continued_as_transformers_does(tmp_path, name, text):
+    made = model(tmp_path, TEXTS[name])
+    turns = [("user", "tell"), ("assistant", text)]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    peer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    wanted = peer.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    assert await Chats.of(made).prompt(chat(*turns, continue_final_message=True)) == wanted
+
+
+async def test_an_effort_reaches_only_templates_that_read_it(tmp_path):
+    for source, text in (("{{ reasoning_effort }}", "low"), ("x", "x")):
+        assert await Chats.of(model(tmp_path, source)).prompt(chat(("user", "a"), reasoning_effort="low")) == text
+
+
+async def test_special_tokens_of_texts_and_chats_can_be_chosen(tmp_path):
+    made = model(tmp_path, "{{ messages[0].content }}")
+    parser, bos = RequestParser(made, "m"), made.encode("")
+    assert bos
+    for source in ("hi", chat(("user", "hi"))):
+        plain, added = await parser.encode(source, False), await parser.encode(source, True)
+        assert added == [*bos, *plain]
+        assert await parser.encode(source) == (added if source == "hi" else plain)

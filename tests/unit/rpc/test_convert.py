@@ -60,8 +60,11 @@ specs = st.builds(
     constraint=st.none() | constraints,
     deterministic=st.booleans(),
     think_while_decoding=st.booleans(),
+    prompt_logprobs=st.none() | st.integers(0, MAX_LOGPROBS),
 )
-finishes = st.builds(core.Finish, st.sampled_from(core.FinishReason), text, text)
+prompt_tokens = st.builds(core.PromptToken, u32, st.integers(1, 2**32 - 1), logprobs) | st.builds(core.PromptToken, u32)
+prompt_parts = st.builds(core.PromptPart, u32, st.lists(prompt_tokens, max_size=3).map(tuple))
+finishes = st.builds(core.Finish, st.sampled_from(core.FinishReason), text, text, st.none() | logprobs)
 layouts = st.builds(
     core.KVLayout,
     *[st.integers(1, 2**32 - 1)] * 4,
@@ -126,6 +129,7 @@ ROUND_TRIPS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], Any], Calla
     "load": (loads, convert.load_to_pb, convert.load_from_pb),
     "info": (infos, convert.info_to_pb, convert.info_from_pb),
     "thinking": (thinking_states, convert.thinking_to_pb, convert.thinking_from_pb),
+    "prompt_part": (prompt_parts, convert.prompt_part_to_pb, convert.prompt_part_from_pb),
     "thoughts": (thoughts, convert.thoughts_to_pb, convert.thoughts_from_pb),
 }
 
