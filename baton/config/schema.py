@@ -254,7 +254,7 @@ class ModelConfig(Section):
     path: str = Field(
         default="models/demo",
         min_length=1,
-        description="a checkpoint folder, hf:org/name[@revision], or oracle",
+        description="a checkpoint folder, a GGUF file, hf:org/name[@revision], or oracle",
         json_schema_extra={"anyOf": [{"not": {"pattern": "^hf:"}}, {"pattern": f"^{HUB_NAME.pattern}$"}]},
     )
     backend: Literal["auto", "native", "transformers"] = Field(
@@ -289,11 +289,13 @@ class ModelConfig(Section):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All model names that clients may use: those set, or the last part of its path, or its `org/name`."""
+        """All model names that clients may use: those set, or the last part of its path without the suffix of a GGUF
+        file, or its `org/name`.
+        """
         if self.served_name is not None:
             return (self.served_name,) if isinstance(self.served_name, str) else self.served_name
         hub = parse_hub_name(self.path)
-        return (hub.repo if hub else PurePath(self.path).name,)
+        return (hub.repo if hub else PurePath(self.path).name.removesuffix(".gguf"),)
 
     @field_validator("path")
     @classmethod

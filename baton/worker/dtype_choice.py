@@ -18,13 +18,14 @@ import structlog
 import torch
 
 from baton.engine.kernels.base import Linear
-from baton.engine.kernels.cpu.compiler import SOURCES, level_here, machine, state_folder
+from baton.engine.kernels.cpu.compiler import SOURCES, level_here, machine
 from baton.engine.kernels.cpu.tuning import alternate
 from baton.engine.kernels.select import choose_kernels
 from baton.engine.kv_cache import DTYPES
 from baton.engine.models.config import ModelConfig, read_config
 from baton.engine.models.fallback.choice import chosen_backend
 from baton.hashing import fingerprint
+from baton.home import baton_home
 
 log = structlog.get_logger(__name__)
 KINDS = ("bfloat16", "float32")
@@ -73,7 +74,7 @@ def path_of(config: ModelConfig, threads: int) -> Path:
     """Return the file of the measurement, whose name depends on all that it depends on."""
     here, sources = machine(), [file.read_text() for file in sorted(SOURCES.glob("*.[ch]"))]
     key = fingerprint((here.model, *sorted(here.flags), version("torch"), *sources, repr(products(config))))
-    return state_folder() / "profile" / f"{key}-{level_here()}-{threads}-dtype.json"
+    return baton_home() / "profile" / f"{key}-{level_here()}-{threads}-dtype.json"
 
 
 def measured(config: ModelConfig) -> Seconds:

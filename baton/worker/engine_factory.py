@@ -22,7 +22,7 @@ import torch
 from baton.core import Finish, HandoffId, Role, Sampling, SequenceSpec, Token
 from baton.engine.determinism.checks import WINDOW, checked_shapes, load_passes
 from baton.engine.engine import Engine
-from baton.engine.kernels.cpu.compiler import level_here, machine, state_folder
+from baton.engine.kernels.cpu.compiler import level_here, machine
 from baton.engine.kernels.gpu.cuda_memory import can_expose
 from baton.engine.kernels.gpu.flash_attention import BLOCK_MULTIPLE
 from baton.engine.kernels.gpu.shapes import WIDEST_HEAD
@@ -34,6 +34,7 @@ from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.engine.step_result import Counters
 from baton.errors import ConfigError, EngineFault
 from baton.hashing import fingerprint
+from baton.home import baton_home
 from baton.model_hub import model_folder
 from baton.tokenizer import ORACLE_MODEL, load_tokenizer
 from baton.worker.settings import WorkerSettings, located
@@ -384,7 +385,7 @@ def passes_path(settings: WorkerSettings) -> Path:
         f"{settings.tensor_parallel} ranks",
     )
     kind = f"{settings.dtype}-{settings.quantize}-{level}"
-    return state_folder() / "profile" / f"{fingerprint((*facts, torch.__version__, *here))}-{kind}-passes.json"
+    return baton_home() / "profile" / f"{fingerprint((*facts, torch.__version__, *here))}-{kind}-passes.json"
 
 
 def settled(settings: WorkerSettings) -> WorkerSettings:

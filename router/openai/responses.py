@@ -250,7 +250,6 @@ class Answer:
         opening = None if choice.opened else form.opening(index)
         found = [(slot, self._event([opening], usage=self._so_far(index)))] if opening else []
         choice.opened = True
-        choice.tokens = piece.tokens or choice.tokens
         with self._reading(piece):
             choices += form.piece(index, piece.text, piece.scored) if piece.text or piece.scored else []
         if piece.reason:

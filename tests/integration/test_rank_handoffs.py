@@ -35,7 +35,7 @@ from tests.support.engines import Streams, engine_of, ids, key_of, numbers, rese
 from tests.support.time_factor import scaled
 from tests.unit.kvtransfer.support import SMALL_FRAMES, Pairs
 from tests.unit.kvtransfer.test_ranks import SIZES, over
-from tests.unit.model.checkpoints import random_checkpoint
+from tests.unit.model.checkpoints import NATIVE, SPARSE, random_checkpoint
 from tests.unit.tp.support import copies
 from tools import fallback_models
 
@@ -85,6 +85,15 @@ def test_a_model_in_transformers_hands_over_its_kv(transport: str, tmp_path: Pat
     fallback_models.write("gemma2", tmp_path, vocab_size=259)
     alone, sender, receiver = (load_transformers(tmp_path, dtype="float32", block_size=BLOCK) for _ in range(3))
     check_handoff(alone, sender, receiver, transport)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_models_with_experts_hand_over_to_ranks(family: str, tmp_path: Path) -> None:
+    """One rank computes the prompt, and two processes continue. Experts are divided by their width."""
+    (NATIVE | SPARSE)[family].write(tmp_path, vocab_size=259)
+    alone, sender = (load_model(tmp_path, block_size=BLOCK) for _ in range(2))
+    with closing(load_sharded(tmp_path, Ranking(2, threads=1), block_size=BLOCK)) as receiver:
+        check_handoff(alone, sender, receiver, "shm")
 
 
 def check_handoff(alone: Any, sender: Any, receiver: Any, transport: str) -> None:

@@ -188,7 +188,7 @@ def hub():
         (None, None, None),
         ({"architectures": ["NoSuchForCausalLM"]}, None, "so its weights are not downloaded: .*'NoSuchForCausalLM'"),
         (None, "model.bin", "model.bin: is a pickle"),
-        (None, "model.gguf", "GGUF is not supported"),
+        (None, "model.gguf", "only GGUF files: .* model.gguf"),
     ],
 )
 def test_only_a_model_that_can_be_served_is_downloaded(hub, tmp_path, config, name, words):
@@ -217,7 +217,10 @@ def test_only_a_model_that_can_be_served_is_downloaded(hub, tmp_path, config, na
         (["config.json"], ""),
         (["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"], "this is an adapter, not a model"),
         (["adapter_config.json", "model.safetensors"], ""),
-        (["README.md", "b.gguf", "a.gguf"], "a.gguf: GGUF is not supported"),
+        (
+            ["README.md", "b.gguf", "a.gguf"],
+            "only GGUF files: set model.path to one of them",
+        ),
         (["config.json", "pytorch_model.bin", "model.pth"], "model.pth: is a pickle, which can run code"),
     ],
 )
@@ -243,8 +246,8 @@ def test_a_pointer_is_not_the_file(tmp_path):
 def test_folders_are_themselves_and_other_names_are_refused(tmp_path):
     assert model_folder(tmp_path) == tmp_path
     assert pinned(str(tmp_path), tmp_path) == str(tmp_path)
-    (tmp_path / "model.gguf").touch()
-    with pytest.raises(CheckpointError, match=r"model\.gguf is a file: GGUF is not supported: .*; must be a folder"):
-        model_folder(tmp_path / "model.gguf")
+    (tmp_path / "model.pt").touch()
+    with pytest.raises(CheckpointError, match=r"model\.pt is a file: must be a folder .*, or a GGUF file"):
+        model_folder(tmp_path / "model.pt")
     with pytest.raises(CheckpointError, match=r"model\.path: hf:tiny must be hf:org/name"):
         model_folder("hf:tiny")

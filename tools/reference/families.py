@@ -11,11 +11,10 @@ from baton.engine.models.config import WRAPPERS
 from baton.engine.models.config_variants import DENSE
 from baton.engine.models.families import FAMILIES
 from baton.engine.models.spec import Family
-from baton.engine.tp.sharding import FAMILIES as DIVIDED
 from tools.reference.pages import Page, code, table
 
 HEAD = ("`model_type`", "`architectures`", "difference from Llama", "biases", "default `max_position_embeddings`")
-MORE = ("sliding window", "thinking", "tensor parallelism")
+MORE = ("sliding window", "thinking")
 SLIDES = {"never": "no", "all": "in all layers or none", "flagged": "with `use_sliding_window`"}
 BIASES = (("qkv_bias", "q, k, v"), ("o_bias", "o"), ("mlp_bias", "MLP"))
 
@@ -48,7 +47,6 @@ def _row(name: str, family: Family) -> tuple[str, ...]:
         f"{family.max_positions:,}",
         SLIDES.get(family.slides, "by layer"),
         "yes" if name in DENSE else "no",
-        "yes" if name in DIVIDED else "no",
     )
 
 

@@ -28,18 +28,24 @@ def check_model(config: ClusterConfig, gpus: Sequence[str]) -> None:
     if path.startswith(HUB_PREFIX):
         return  # not here yet
     if path != "oracle":
-        _check_folder(Path(path))
-        _check_length(Path(path), config.model.max_model_len)
+        folder = _folder(Path(path))
+        if folder == Path(path):
+            _check_folder(folder)
+        _check_length(folder, config.model.max_model_len)
     if config.ray.address in ON_THIS_HOST:
         _check_memory(config, set(gpu_pools(config, len(gpus))))
 
 
+def _folder(path: Path) -> Path:
+    """Return the folder of the model. A GGUF file is unpacked now, so that all processes find its folder."""
+    try:
+        return model_folder(path) if path.is_file() else path
+    except CheckpointError as error:
+        text = str(error)
+        raise ConfigError(text if text.startswith("model.path") else f"model.path: {text}") from None
+
+
 def _check_folder(folder: Path) -> None:
-    if folder.is_file():
-        try:
-            model_folder(folder)  # names its form
-        except CheckpointError as error:
-            raise ConfigError(str(error)) from None
     try:
         found = {file.name for file in folder.iterdir()}
     except OSError as error:

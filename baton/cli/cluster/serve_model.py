@@ -20,6 +20,7 @@ from baton.config import ClusterConfig, load_config
 from baton.config.values import HUB_NAME, HUB_PREFIX, is_loopback_host, parse_host
 from baton.core import sizes_text
 from baton.errors import ConfigError
+from baton.model_hub import model_folder
 from baton.rpc.channel import from_here
 
 PRESET = Path(__file__).with_name("serve.yaml")
@@ -163,8 +164,9 @@ def _ready(state: ClusterState, config: ClusterConfig, seconds: float, *, keyed:
 
 
 def _chats(config: ClusterConfig) -> bool:
-    """Return whether the model's folder, if it is a local one, has a chat template."""
+    """Return whether the model, if it is a local one, has a chat template."""
     folder = Path(config.model.path)
+    folder = model_folder(folder) if folder.is_file() else folder
     try:
         words = json.loads((folder / "tokenizer_config.json").read_bytes())
     except (OSError, ValueError):

@@ -27,7 +27,9 @@ Upstream = Annotated[
 Log = Annotated[Path | None, typer.Option("--log", help="append the output to this file")]
 Bound = Annotated[bool, typer.Option("--bound", hidden=True, help="the created controller ends with this process")]
 Other = Annotated[str | None, typer.Option("--model", hidden=True)]  # of other servers, for its message
-Model = Annotated[str | None, typer.Argument(metavar="MODEL", help="a folder or Hub name (default: the demo model)")]
+Model = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="a folder, GGUF file or Hub name (default: the demo model)")
+]
 GRACE_S = 5.0  # for the workers of `baton controller --stop`
 
 

@@ -17,8 +17,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from baton.cluster.state_dir import StateFolder, baton_home, running_clusters
+from baton.cluster.state_dir import StateFolder, running_clusters
 from baton.errors import InvalidRequest, NoWorker
+from baton.home import baton_home
 from baton.logs import HARMLESS, LEVELS
 
 CHUNK_BYTES = 2**18

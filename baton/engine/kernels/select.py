@@ -11,12 +11,13 @@ import structlog
 import torch
 
 from baton.engine.kernels.base import Kernels, Splits
-from baton.engine.kernels.cpu.compiler import Unavailable, chosen_level, load_library, state_folder
+from baton.engine.kernels.cpu.compiler import Unavailable, chosen_level, load_library
 from baton.engine.kernels.cpu.kernel_choice import load_profile, profile_path
 from baton.engine.kernels.cpu.ops import ELEMENTS, CompiledBlockCopy, CpuKernels
 from baton.engine.kernels.cpu.sampling import CompiledDraw
 from baton.engine.kernels.torch_reference import TorchKernels
 from baton.engine.sampling.fused import FusedDraw
+from baton.home import baton_home
 
 log = structlog.get_logger()
 OLDEST_GPU = (8, 0)  # Ampere: the first with bfloat16
@@ -77,7 +78,7 @@ def _has_triton(device: torch.device) -> bool:
 
 def _fastest(device: torch.device, dtype: torch.dtype, splits: Splits) -> Kernels:
     if _has_triton(device):
-        os.environ.setdefault("TRITON_CACHE_DIR", str(state_folder() / "kernels" / "triton"))
+        os.environ.setdefault("TRITON_CACHE_DIR", str(baton_home() / "kernels" / "triton"))
         from baton.engine.kernels.gpu.ops import GpuKernels  # triton is not installed for CPUs
 
         return GpuKernels.on(device)

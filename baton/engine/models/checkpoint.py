@@ -1,4 +1,4 @@
-"""Tensors from the safetensors files of a checkpoint, and the weights of a model in their final memory.
+"""Tensors from the safetensors or GGUF files of a checkpoint, and the weights of a model in their final memory.
 
 Other files are rejected, so nothing is unpickled. Weights are read without a second copy. Layers of a quantised
 checkpoint have their plain names here: each is widened when it is taken, or taken packed.
@@ -22,14 +22,16 @@ from baton.engine.kernels.quantized import QuantizedWeight, Scheme
 from baton.engine.memory.huge_pages import Arena, drop_pages
 from baton.engine.models.config import REFUSED, quantised_tensor
 from baton.engine.models.formats.base import FLOATS, Levels, WeightFormat, joined
+from baton.engine.models.formats.gguf import GgufFile
 from baton.engine.models.json_fields import Fields, read_json_object
 from baton.engine.models.uploads import CudaLane, Uploads
 from baton.errors import CheckpointError
 from baton.model_hub import check_file
 
 SINGLE = "model.safetensors"
+GGUF = ".gguf"
 INDEX = "model.safetensors.index.json"
-OTHER_FORMATS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack"})
+OTHER_FORMATS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack"})
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 
 
@@ -47,9 +49,13 @@ Progress = Callable[[LoadProgress], None]
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a checkpoint: the single file, else the shards in the index, sorted by name."""
+    """Return the safetensors files of a checkpoint: the single file, else the shards in the index, sorted by name. A
+    folder that was made of GGUF files has these instead.
+    """
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
+    if found := sorted(folder.glob(f"*{GGUF}")):
+        return found
     index = folder / INDEX
     if not index.is_file():
         raise _no_weights(folder)
@@ -69,8 +75,7 @@ def weight_files(folder: Path) -> list[Path]:
 def _no_weights(folder: Path) -> CheckpointError:
     others = sorted(file.name for file in folder.iterdir() if file.suffix in OTHER_FORMATS)
     if others:
-        kind = " (most GGUF files are also quantised)" if others[0].endswith(".gguf") else ""
-        return CheckpointError(f"{folder / others[0]}: only safetensors are supported{kind}; convert it to {SINGLE}")
+        return CheckpointError(f"{folder / others[0]}: only safetensors are supported; convert it to {SINGLE}")
     return CheckpointError(f"{folder}: no {SINGLE} and no {INDEX}")
 
 
@@ -107,8 +112,8 @@ class Checkpoint:
             self._list(file)
         if stored is None and (name := quantised_tensor(self._dtypes)):
             raise CheckpointError(f"{self._files[name]}: {name} ({self._dtypes[name]}): {REFUSED}")
-        wide = (stored.wide_name(*each) for each in self._dtypes.items()) if stored else ()
-        self._wide = {name for name in wide if name is not None}
+        wide = {stored.wide_name(*each): each[0] for each in self._dtypes.items()} if stored else {}
+        self._wide = {name: main for name, main in wide.items() if name is not None}
         self._report()
 
     def __contains__(self, name: str) -> bool:
@@ -116,7 +121,7 @@ class Checkpoint:
 
     def stored_dtype(self, name: str) -> str:
         if name in self._wide:
-            return "bfloat16"
+            return DTYPES.get(self._dtypes[self._wide[name]], "bfloat16")
         self._file(name)
         return DTYPES.get(self._dtypes[name], "unknown")
 
@@ -129,13 +134,14 @@ class Checkpoint:
         assert self._stored is not None
         if len(shape) not in self._stored.dimensions:
             raise CheckpointError(f"{self.folder}: {name} must not be quantised in the format {self._stored.summary}")
-        self.widened.add(name)
+        if self._dtypes[self._wide[name]] not in FLOATS:
+            self.widened.add(name)
         found = self._stored.read(self, name, shape)
         return found.widened() if isinstance(found, Levels) else found
 
     def scheme(self, names: Sequence[str]) -> Scheme | None:
         """Return how all these layers can be taken packed as one, or None."""
-        if not self._packs or not names or not self._wide.issuperset(names):
+        if not self._packs or not names or not self._wide.keys() >= set(names):
             return None
         assert self._stored is not None
         if self._stored.scheme_of is None:
@@ -160,6 +166,12 @@ class Checkpoint:
 
     def shape(self, name: str) -> list[int]:
         return list(self._mapped[self._file(name)].get_slice(name).get_shape())
+
+    def stored(self, name: str) -> str:
+        return self._wide[name]
+
+    def dtype(self, name: str) -> str:
+        return self._dtypes[name]
 
     def metadata(self, name: str) -> str:
         found = ((mapped.metadata() or {}).get(name) for mapped in self._mapped.values())
@@ -229,8 +241,10 @@ def _digest(tensor: Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
-def _opened(file: Path) -> safe_open:
+def _opened(file: Path) -> safe_open | GgufFile:
     check_file(file)
+    if file.suffix == GGUF:
+        return GgufFile(file)
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -265,7 +279,7 @@ class Weights:
 
     def joined(self, names: tuple[str, ...], outs: tuple[int, ...], *rest: int) -> Tensor:
         """Return tensors [outs[i], *rest] as one [sum(outs), *rest], so that projections of one input are one product.
-        Biases have no `rest`.
+        Biases have no `rest`. One name may stand for all `outs`, if the file has one tensor with all rows.
         """
         place = self._place((sum(outs), *rest))
         self._fill_parts(place, names, outs)
@@ -277,6 +291,26 @@ class Weights:
         for matrix, parts in zip(place, names, strict=True):
             self._fill_parts(matrix, parts, outs)
         return place
+
+    def down(self, names: Sequence[str], out: int, n_in: int) -> Tensor:
+        """Return matrices [out, n_in], whose inputs ranks divide, as one tensor."""
+        return self.stack([(name,) for name in names], (out,), n_in)
+
+    def whole(self, size: int) -> int:
+        """Return the size in the file of a dimension that ranks divide."""
+        return size
+
+    def own(self, tensor: Tensor, dim: int, parts: int = 1) -> Tensor:
+        """Return this rank's share of a tensor, whose `parts` equal parts in dimension `dim` are divided each."""
+        return tensor
+
+    def once(self, tensor: Tensor) -> Tensor:
+        """Return a bias of results that ranks sum."""
+        return tensor
+
+    def float32_rows(self, name: str, *shape: int) -> Tensor:
+        """Return the rows [*shape] that belong to this rank's heads."""
+        return self.float32(name, *shape)
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor of any dtype in memory for weights."""
@@ -290,8 +324,11 @@ class Weights:
         return place
 
     def _fill_parts(self, place: Tensor, names: tuple[str, ...], outs: tuple[int, ...]) -> None:
+        if len(names) < len(outs):
+            return self._fill(place, *names)
         for name, part in zip(names, torch.split(place, list(outs)), strict=True):
             self._fill(part, name)
+        return None
 
     def _place(self, shape: tuple[int, ...]) -> Tensor:
         if self.device.type == "cpu":

@@ -56,7 +56,7 @@ class Parts:
         self, names: tuple[str, ...], outs: tuple[int, ...], n_in: int, *, bias: bool, order: Tensor | None = None
     ) -> Linear:
         """Return several projections of one input as one layer. Its outputs are in the order of `names`, and then in
-        `order`, int64 [sum(outs)].
+        `order`, int64 [sum(outs)]. One name may stand for all `outs`.
         """
         extra = None
         if bias:
@@ -83,7 +83,8 @@ class Parts:
 
     def _packed(self, names: tuple[str, ...], outs: tuple[int, ...], n_in: int) -> QuantizedWeight:
         weights = [f"{name}.weight" for name in names]
-        return self.weights.checkpoint.packed(weights, outs, n_in, self.weights.dtype)
+        rows = outs if len(names) == len(outs) else (sum(outs),)
+        return self.weights.checkpoint.packed(weights, rows, n_in, self.weights.dtype)
 
     def layer(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Return the product with a weight [width, K], quantised if the model is."""
@@ -107,6 +108,14 @@ class Parts:
     def summed(self, name: str, out: int, n_in: int, *, bias: bool) -> Linear:
         """Return a projection to the residual stream. Tensor-parallel ranks divide its inputs and sum the results."""
         return self.linear((name,), (out,), n_in, bias=bias)
+
+    def total(self, x: Tensor) -> Tensor:
+        """Sum x [N, hidden] over tensor-parallel ranks, in place."""
+        return x
+
+    def width_norm(self, norm: TorchNorm) -> Norm:
+        """Return a norm over all heads of queries or keys, of which ranks hold some."""
+        return norm
 
     def head(self, embed: Tensor, *, tied: bool, name: str = "lm_head", bias: bool = False) -> Linear:
         extra = self.weights.tensor(f"{name}.bias", len(embed)) if bias else None
@@ -144,9 +153,12 @@ class TorchNorm:
     eps: float
 
     @classmethod
-    def read(cls, weights: Weights, name: str, shape: tuple[int, ...], spec: NormSpec) -> TorchNorm:
-        weight = weights.float32(f"{name}.weight", *shape)
-        bias = weights.float32(f"{name}.bias", *shape) if spec.bias else None
+    def read(
+        cls, weights: Weights, name: str, shape: tuple[int, ...], spec: NormSpec, *, of_heads: bool = False
+    ) -> TorchNorm:
+        read = weights.float32_rows if of_heads else weights.float32
+        weight = read(f"{name}.weight", *shape)
+        bias = read(f"{name}.bias", *shape) if spec.bias else None
         if spec.plus_one:
             weights.settle()
             weight += 1
@@ -173,17 +185,16 @@ class SelfAttention:
         self.warms = spec.temperature is not None
         q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
         in_head = row_order(config.head_dim, config.spec.rotated, interleaved=config.spec.interleaved)
-        outs = (q, kv, kv) if len(names.qkv) == 3 else (q + 2 * kv,)
         self.qkv = parts.linear(
             tuple(f"{name}.{part}" for part in names.qkv),
-            outs,
+            (q, kv, kv),
             config.hidden_size,
             bias=spec.qkv_bias,
             order=None if in_head is None else _in_all_heads(in_head, config.heads + config.kv_heads, q + 2 * kv),
         )
         self.o = parts.summed(f"{name}.{names.o}", config.hidden_size, q, bias=spec.o_bias)
         self.norms, self.prepare = _head_norms(config, parts, name, spec.head_norm, in_head)
-        self.sinks = parts.weights.float32(f"{name}.sinks", config.heads) if spec.sinks else None
+        self.sinks = parts.weights.float32_rows(f"{name}.sinks", config.heads) if spec.sinks else None
         self.in_kernels = spec.in_kernels
 
     def __call__(self, x: Tensor, step: Step, keys: Tensor, values: Tensor) -> Tensor:
@@ -233,12 +244,15 @@ def _head_norms(
         "width": [(n * dim,) for n in counts],
     }
     norms = [
-        TorchNorm.read(weights, path, shape, spec.norm) for path, shape in zip(paths, shapes[spec.over], strict=True)
+        TorchNorm.read(weights, path, shape, spec.norm, of_heads=spec.over != "head")
+        for path, shape in zip(paths, shapes[spec.over], strict=True)
     ]
     if in_head is not None:
         weights.settle()
         norms = [_reordered(norm, in_head) for norm in norms]
-    return None, _Prepare(norms[0], norms[1], config.heads, config.kv_heads, spec.over == "width", spec.after)
+    whole = spec.over == "width"
+    both = [parts.width_norm(norm) if whole else norm for norm in norms]
+    return None, _Prepare(both[0], both[1], config.heads, config.kv_heads, whole, spec.after)
 
 
 def _reordered(norm: TorchNorm, in_head: Tensor) -> TorchNorm:
@@ -254,8 +268,8 @@ def _reordered(norm: TorchNorm, in_head: Tensor) -> TorchNorm:
 class _Prepare:
     """Norms of queries and keys that kernels lack, in place. After the rotation, they leave none for the kernels."""
 
-    query: TorchNorm
-    key: TorchNorm
+    query: Norm
+    key: Norm
     heads: int
     kv_heads: int
     whole: bool
@@ -279,9 +293,8 @@ class MLP:
     def __init__(self, config: ModelConfig, parts: Parts, name: str, inner: int) -> None:
         spec, names = config.spec.mlp, config.spec.names
         self.outs = 2 if spec.gated else 1
-        outs = (inner,) * self.outs if len(names.up) == self.outs else (self.outs * inner,)
         paths = tuple(f"{name}.{part}" for part in names.up)
-        self.up = parts.linear(paths, outs, config.hidden_size, bias=spec.bias)
+        self.up = parts.linear(paths, (inner,) * self.outs, config.hidden_size, bias=spec.bias)
         self.down = parts.summed(f"{name}.{names.down}", config.hidden_size, inner, bias=spec.bias)
         self.kernels, self.activation = parts.kernels, spec.activation
         self.plain = None if spec.gated else _plain(parts, name, spec.activation)

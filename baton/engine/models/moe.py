@@ -115,7 +115,7 @@ class Experts:
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig, parts: Parts, name: str) -> None:
         self.grouped: tuple[Grouped, Grouped] | None = None
-        self.scaled_inputs, clamp = experts.scaled_inputs, config.spec.mlp.clamp
+        self.scaled_inputs, clamp, self.total = experts.scaled_inputs, config.spec.mlp.clamp, parts.total
         self.gate: Callable[..., Tensor] = partial(parts.kernels.gate, activation=config.spec.mlp.activation)
         if clamp is not None:
             self.gate = partial(_clamped_gate, parts.kernels, clamp)
@@ -136,7 +136,7 @@ class Experts:
             return self._of_scaled(x, weights, chosen, step)
         (rows, width), each, take = x.shape, chosen.shape[1], step.scratch.take
         results = self._results(x, chosen, step).view(rows, each, width)
-        return torch.sum(results.mul_(weights[..., None]), 1, out=take("routed", rows, width))
+        return self.total(torch.sum(results.mul_(weights[..., None]), 1, out=take("routed", rows, width)))
 
     def _results(self, x: Tensor, chosen: Tensor, step: Step) -> Tensor:
         """Return the results of the chosen experts: [N * k, hidden]."""
@@ -151,7 +151,7 @@ class Experts:
         (rows, width), each = x.shape, chosen.shape[1]
         pairs = (x[:, None] * weights[..., None].to(x.dtype)).view(rows * each, width)
         results = self._results(pairs, chosen.view(-1, 1), step).view(rows, each, width)
-        return torch.sum(results, 1, out=step.scratch.take("routed", rows, width))
+        return self.total(torch.sum(results, 1, out=step.scratch.take("routed", rows, width)))
 
     def _by_groups(self, grouped: tuple[Grouped, Grouped], x: Tensor, chosen: Tensor, step: Step) -> Tensor:
         """Return results [N * k, hidden]. All experts compute in one launch; nothing is read by the host."""
@@ -248,15 +248,18 @@ def _are_fused(parts: Parts, name: str) -> bool:
 def _stacked(config: ModelConfig, experts: ExpertsConfig, parts: Parts, name: str) -> tuple[Tensor, Tensor]:
     """Read the weights [experts, 2 inner, hidden] and [experts, hidden, inner] from either checkpoint layout."""
     weights, (count, inner, hidden) = parts.weights, (experts.count, experts.inner, config.hidden_size)
-    if experts.transposed:
-        gate_up = _turned(parts, f"{name}.gate_up_proj", count, hidden, 2 * inner, paired=experts.paired)
-        return gate_up, _turned(parts, f"{name}.down_proj", count, inner, hidden, paired=False)
-    if _are_fused(parts, name):
-        gate_up = weights.tensor(f"{name}.gate_up_proj", count, 2 * inner, hidden)
-        return gate_up, weights.tensor(f"{name}.down_proj", count, hidden, inner)
+    if experts.transposed or _are_fused(parts, name):
+        stored = weights.whole(inner)
+        if experts.transposed:
+            gate_up = _turned(parts, f"{name}.gate_up_proj", count, hidden, 2 * stored, paired=experts.paired)
+            down = _turned(parts, f"{name}.down_proj", count, stored, hidden, paired=False)
+        else:
+            gate_up = weights.tensor(f"{name}.gate_up_proj", count, 2 * stored, hidden)
+            down = weights.tensor(f"{name}.down_proj", count, hidden, stored)
+        return weights.own(gate_up, 1, 2), weights.own(down, 2)
     gates, ups, downs = ([f"{name}.{i}.{product}.weight" for i in range(count)] for product in _products(parts, name))
     gate_up = weights.stack(list(zip(gates, ups, strict=True)), (inner, inner), hidden)
-    return gate_up, weights.stack([(down,) for down in downs], (hidden,), inner)
+    return gate_up, weights.down(downs, hidden, inner)
 
 
 def _turned(parts: Parts, name: str, *shape: int, paired: bool) -> Tensor:
@@ -278,7 +281,8 @@ def _biases(
     """Return the biases of all experts for each product, or None for each."""
     if not experts.biased:
         return [None] * experts.count, [None] * experts.count
-    gate_up = parts.weights.tensor(f"{name}.gate_up_proj_bias", experts.count, 2 * experts.inner)
-    down = parts.weights.tensor(f"{name}.down_proj_bias", experts.count, config.hidden_size)
-    parts.weights.settle()
-    return list(_unpaired(gate_up, 1) if experts.paired else gate_up), list(down)
+    weights = parts.weights
+    gate_up = weights.tensor(f"{name}.gate_up_proj_bias", experts.count, 2 * weights.whole(experts.inner))
+    down = weights.tensor(f"{name}.down_proj_bias", experts.count, config.hidden_size)
+    weights.settle()
+    return list(weights.own(_unpaired(gate_up, 1) if experts.paired else gate_up, 1, 2)), list(weights.once(down))

@@ -8,7 +8,7 @@ Sums are of float32 and are rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from baton.engine.kernels.base import Linear
 from baton.engine.kernels.quantized import SCHEMES, Quantize, QuantizedWeight, quantize
 from baton.engine.models.checkpoint import Checkpoint, Weights
 from baton.engine.models.config import ModelConfig
-from baton.engine.models.llama import Parts
+from baton.engine.models.llama import Norm, Parts, TorchNorm
 from baton.engine.tp.group import Exchange
 from baton.errors import ConfigError
 
@@ -82,20 +82,40 @@ def common(a: range, b: range) -> range:
     return range(max(a.start, b.start), min(a.stop, b.stop))
 
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = frozenset(
+    "llama mistral mixtral qwen2 qwen3 qwen3_moe deepseek_v2 deepseek_v3 gemma2 gemma3_text phi3 phi starcoder2 "
+    "nemotron stablelm olmo2 olmo3 exaone4 cohere cohere2 glm4 glm4_moe minimax_m2 gpt_oss granite smollm3 seed_oss "
+    "arcee ernie4_5 hunyuan_v1_dense ministral ministral3 apertus llama4_text".split()
+)
 
 
 def divided(config: ModelConfig, size: int, key: str, quantize: Quantize = "none") -> ModelConfig:
     """Return the config of each of `size` ranks. Raises ConfigError with `key` and sizes that it does not divide."""
     stored = None if config.quantised is None else config.quantised.scheme
     groups = {0 if stored is None else stored.group, 0 if quantize == "none" else SCHEMES[quantize].group} - {0}
-    if config.family not in FAMILIES:
-        raise ConfigError(f"{key}: {size} is not supported for a model of the family {config.family}; set {key} to 1")
+    if why := _undivided(config, quantize):
+        raise ConfigError(f"{key}: {size} is not supported for {why}; set {key} to 1")
     if uneven := _uneven(config, size, groups):
         fits = ", ".join(str(n) for n in range(1, config.heads + 1) if not _uneven(config, n, groups))
         raise ConfigError(f"{key}: {size} does not divide the model's {' and '.join(uneven)}; allowed are {fits}")
     kv_heads, inner = Heads(config.kv_heads, size).per_rank, config.intermediate_size // size
-    return replace(config, heads=config.heads // size, kv_heads=kv_heads, intermediate_size=inner)
+    spec, experts = config.spec, config.experts
+    if experts is not None:
+        own = replace(experts, inner=experts.inner // size, shared_inner=experts.shared_inner // size)
+        spec = replace(spec, experts=own)
+    return replace(config, heads=config.heads // size, kv_heads=kv_heads, intermediate_size=inner, spec=spec)
+
+
+def _undivided(config: ModelConfig, quantize: Quantize) -> str:
+    """Return what cannot be divided, or ""."""
+    if config.family not in FAMILIES:
+        return f"a model of the family {config.family}"
+    if config.experts is not None and (config.quantised is not None or quantize != "none"):
+        return "quantised experts"
+    norms = (each.head_norm for each in config.spec.attention)
+    if any(norm is not None and norm.over == "width" and norm.norm.kind != "rms" for norm in norms):
+        return "layer norms over all heads"
+    return ""
 
 
 def _uneven(config: ModelConfig, size: int, groups: set[int]) -> list[str]:
@@ -106,12 +126,16 @@ def _uneven(config: ModelConfig, size: int, groups: set[int]) -> list[str]:
     found = [f"num_attention_heads ({heads})"] if heads % size else []
     found += [f"num_key_value_heads ({kv_heads})"] if kv_heads % size and size % kv_heads else []
     found += [f"intermediate_size ({inner})"] if inner % size else []
-    inputs = {"o_proj": heads * config.head_dim, "down_proj": inner}
+    if config.experts is not None:
+        widths = {"width of experts": config.experts.inner, "width of shared experts": config.experts.shared_inner}
+        found += [f"{name} ({width})" for name, width in widths.items() if width % size]
+    head_dim = config.latent.value_dim if config.latent else config.head_dim
+    inputs = {"o_proj": heads * head_dim, "down_proj": inner}
     cut = [(layer, group) for layer in inputs for group in groups if size > 1 and inputs[layer] % (size * group)]
     return found + [f"{layer} ({inputs[layer]} inputs in groups of {group})" for layer, group in cut]
 
 
-KV = (".k_proj.weight", ".v_proj.weight", ".k_proj.bias", ".v_proj.bias")
+KV = tuple(f".{part}.{end}" for part in ("k_proj", "v_proj", "k_norm") for end in ("weight", "bias"))
 
 
 class ShardedWeights(Weights):
@@ -136,10 +160,37 @@ class ShardedWeights(Weights):
         self._fill_from(place, name, shape, 0, rows.start)
         return place
 
-    def share(self, name: str, out: int) -> tuple[int, int]:
-        """Return the rows of a whole tensor, and the first of the rank's `out` rows."""
-        copies = self._replicas if name.endswith(KV) else 1
+    def down(self, names: Sequence[str], out: int, n_in: int) -> Tensor:
+        place = self._place((len(names), out, n_in))
+        for matrix, name in zip(place, names, strict=True):
+            self._fill_from(matrix, name, (out, n_in * self.size), 1, self.rank * n_in)
+        return place
+
+    def whole(self, size: int) -> int:
+        return size * self.size
+
+    def own(self, tensor: Tensor, dim: int, parts: int = 1) -> Tensor:
+        self.settle()
+        shares = [part.chunk(self.size, dim)[self.rank] for part in tensor.chunk(parts, dim)]
+        return self.keep(torch.cat(shares, dim))
+
+    def once(self, tensor: Tensor) -> Tensor:
+        return tensor if self.rank == 0 else torch.zeros_like(tensor)
+
+    def float32_rows(self, name: str, *shape: int) -> Tensor:
+        rows, first = self.share(name, shape[0])
+        return self.float32(name, rows, *shape[1:])[first : first + shape[0]]
+
+    def share(self, name: str, out: int, *, keys: bool = False) -> tuple[int, int]:
+        """Return the rows of a whole tensor, and the first of the rank's `out` rows. Ranks may share KV heads."""
+        copies = self._replicas if keys or name.endswith(KV) else 1
         return out * self.size // copies, self.rank // copies * out
+
+    def shares(self, names: Sequence[str], outs: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the share of each of `outs`. A fused projection of three parts has keys and values after queries."""
+        if len(names) == len(outs):
+            return [self.share(name, out) for name, out in zip(names, outs, strict=True)]
+        return [self.share(names[0], out, keys=len(outs) == 3 and i > 0) for i, out in enumerate(outs)]
 
     def _fill_from(self, place: Tensor, name: str, whole: tuple[int, ...], dim: int, start: int) -> None:
         """Read only the slice from `start` in dimension `dim` of a tensor of shape `whole`."""
@@ -147,9 +198,17 @@ class ShardedWeights(Weights):
         self._copy(place, stored.narrow(dim, start, place.shape[dim]), stored)
 
     def _fill_parts(self, place: Tensor, names: tuple[str, ...], outs: tuple[int, ...]) -> None:
-        for name, part in zip(names, torch.split(place, list(outs)), strict=True):
-            rows, first = self.share(name, len(part))
+        shares, own = self.shares(names, outs), torch.split(place, list(outs))
+        if len(names) < len(outs):
+            starts = accumulate((rows for rows, _ in shares), initial=0)
+            stored = self.checkpoint.take(names[0], (sum(rows for rows, _ in shares), *place.shape[1:]))
+            pieces = [(start + first, part) for start, (_, first), part in zip(starts, shares, own, strict=False)]
+            taken = torch.cat([stored[first : first + len(part)] for first, part in pieces])
+            self.checkpoint.release(stored)
+            return self._copy(place, taken, taken)
+        for name, part, (rows, first) in zip(names, own, shares, strict=True):
             self._fill_from(part, name, (rows, *part.shape[1:]), 0, first)
+        return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,21 +233,50 @@ class ShardedParts(Parts):
 
     def _packed(self, names: tuple[str, ...], outs: tuple[int, ...], n_in: int) -> QuantizedWeight:
         """Return the rank's rows. It reads all rows, because several zero levels may share a word."""
-        shares = [self.weights.share(f"{name}.weight", out) for name, out in zip(names, outs, strict=True)]
+        shares = self.weights.shares([f"{name}.weight" for name in names], outs)
         starts = accumulate((rows for rows, _ in shares), initial=0)
         own = [start + first + torch.arange(out) for start, (_, first), out in zip(starts, shares, outs, strict=False)]
         return Parts._packed(self, names, tuple(rows for rows, _ in shares), n_in).rows(torch.cat(own))
 
+    def total(self, x: Tensor) -> Tensor:
+        return _sum(x, x, self.exchange)
+
+    def width_norm(self, norm: TorchNorm) -> Norm:
+        return DividedNorm(norm, self.exchange)
+
     def head(self, embed: Tensor, *, tied: bool, name: str = "lm_head", bias: bool = False) -> Linear:
-        assert not bias  # no family that can be divided has one
         vocab, n_in = embed.shape
         ends = [vocab * rank // self.exchange.size for rank in range(self.exchange.size + 1)]
         own = range(*ends[self.exchange.rank :][:2])
+        extra = self.weights.tensor(f"{name}.bias", vocab)[own.start : own.stop] if bias else None
         if not tied and self.are_stored((name,)):
             packed = Parts._packed(self, (name,), (vocab,), n_in).rows(torch.arange(own.start, own.stop))
-            return Gathered(self.kernels.quantized(packed, None, self.weights.keep), ends, self.exchange)
+            return Gathered(self.kernels.quantized(packed, extra, self.weights.keep), ends, self.exchange)
         weight = embed[own.start : own.stop] if tied else self.weights.rows(f"{name}.weight", (vocab, n_in), own)
-        return Gathered(self.layer(weight), ends, self.exchange)
+        return Gathered(self.layer(weight, extra), ends, self.exchange)
+
+
+def _sum(x: Tensor, out: Tensor, exchange: Exchange) -> Tensor:
+    """Write the sum of x [N, width] over ranks to `out`."""
+    for rows in _pieces(len(x), exchange.capacity // x.shape[1]):
+        exchange.place(rows.stop - rows.start, x.shape[1]).copy_(x[rows])
+        exchange.add(out[rows])
+    return out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DividedNorm:
+    """A root mean square norm over the heads of all ranks. All heads are on equally many ranks."""
+
+    norm: TorchNorm
+    exchange: Exchange
+
+    def __call__(self, x: Tensor, out: Tensor, delta: Tensor | None = None) -> Tensor:
+        assert delta is None
+        wide = x.float()
+        means = wide.pow(2).mean(-1, keepdim=True)
+        mean = _sum(means, means, self.exchange) / self.exchange.size
+        return out.copy_(wide * torch.rsqrt(mean + self.norm.eps) * self.norm.weight)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

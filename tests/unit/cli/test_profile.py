@@ -11,10 +11,11 @@ from baton.cli.sizing import profile_kernels as command
 from baton.config import load_config
 from baton.core import Role
 from baton.engine.determinism.checks import load_passes
-from baton.engine.kernels.cpu.compiler import load_library, state_folder
+from baton.engine.kernels.cpu.compiler import load_library
 from baton.engine.kernels.cpu.kernel_choice import load_profile
 from baton.engine.kernels.cpu.tuning import measure_attention, measure_linear
 from baton.errors import ConfigError
+from baton.home import baton_home
 from baton.worker.engine_factory import settled
 from baton.worker.settings import from_config
 from tests.support.compiled_kernels import compiled_or_skip
@@ -24,7 +25,7 @@ DEMO = Path(__file__).parents[3] / "models" / "demo"
 
 @pytest.fixture
 def cluster_file(tmp_path, monkeypatch):
-    home, compiled = tmp_path / "home", state_folder() / "kernels"
+    home, compiled = tmp_path / "home", baton_home() / "kernels"
     home.mkdir()
     compiled.mkdir(parents=True, exist_ok=True)
     (home / "kernels").symlink_to(compiled)  # compiled once for all tests

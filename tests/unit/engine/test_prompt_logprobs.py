@@ -79,6 +79,7 @@ def alone(prompt: tuple[int, ...], top: int) -> list:
     for end in range(1, len(prompt)):
         spec = spec_of(prompt[:end], max_tokens=1, logprobs=256, ignore_eos=True)
         [token] = run(engine_of(oracle()), [spec]).tokens[key_of(0)]
+        assert token.logprobs is not None
         every = dict(token.logprobs.top)
         assert len(every) == 256
         found.append((every.get(prompt[end]), token.logprobs.top[:top]))

@@ -164,7 +164,7 @@ INDICES: list[tuple[dict[str, Any], str]] = [
     ({"weight_map": {"a": "pytorch_model.bin"}}, "'pytorch_model.bin' is not the name of a safetensors file"),
     ({"weight_map": {"a": "w.safetensors", "b": "v.safetensors"}}, "is also in v.safetensors"),
 ]
-FORMATS = [("pytorch_model.bin", "only safetensors"), ("model.pt", "only"), ("a.gguf", r"only .* \(most GGUF files")]
+FORMATS = [("pytorch_model.bin", "only safetensors"), ("model.pt", "only")]
 
 
 def write_config(folder: Path, text: str | None) -> None:

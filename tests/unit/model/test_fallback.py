@@ -229,6 +229,8 @@ def test_a_native_family_is_preferred(tmp_path: Path, settings: Any):
     native, forced = (settings(f"model.path={tmp_path}", f"model.backend={kind}") for kind in ("auto", "transformers"))
     assert (served_by(native), served_by(forced)) == ("", VERSION)
     fallback_models.write("persimmon", folder := tmp_path / "other")
+    edit_config(tmp_path, model_type="internlm3")  # the class of Llama, but another kind
+    assert served_by(native) == VERSION
     other = settings(f"model.path={folder}", "model.dtype=float32")
     assert served_by(other) == VERSION
     assert isinstance(load_backend(other), FallbackBackend)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from baton.errors import ConfigError
 from baton.hashing import fingerprint
+from baton.home import baton_home
 
 SOURCES = Path(__file__).parent
 AVX2 = ("avx2", "fma", "f16c")
@@ -74,7 +75,7 @@ def load_library(element: str, folder: Path | None = None) -> ctypes.CDLL:
 
     with suppress(OSError):  # it is not there, or needs a newer C library
         return ctypes.CDLL(str(_packaged(PACKAGED, element, level)), mode=os.RTLD_NOW)
-    path = _path(folder or state_folder() / "kernels", element, level)
+    path = _path(folder or baton_home() / "kernels", element, level)
     try:
         if not path.is_file():
             _compile(path, _flags(element, level))
@@ -113,11 +114,6 @@ def level_here() -> str:
         return chosen_level()
     except Unavailable:
         return "none"
-
-
-def state_folder() -> Path:
-    """Return the folder for profiles and compiled kernels: `$BATON_HOME`, or `~/.baton`."""
-    return Path(os.environ.get("BATON_HOME") or Path.home() / ".baton").expanduser()
 
 
 def _compiler() -> str:

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import structlog
 
-from baton.engine.kernels.cpu.compiler import SOURCES, machine, state_folder
+from baton.engine.kernels.cpu.compiler import SOURCES, machine
 from baton.hashing import fingerprint
+from baton.home import baton_home
 
 log = structlog.get_logger()
 
@@ -57,7 +58,7 @@ def profile_path(dtype: str, level: str, threads: int, torch_version: str, folde
     here = machine()
     sources = [file.read_text() for file in sorted(SOURCES.glob("*.[ch]"))]
     key = fingerprint((here.model, *sorted(here.flags), torch_version, *sources))
-    return (folder or state_folder() / "profile") / f"{key}-{dtype}-{level}-{threads}.json"
+    return (folder or baton_home() / "profile") / f"{key}-{dtype}-{level}-{threads}.json"
 
 
 def load_profile(path: Path) -> Profile:

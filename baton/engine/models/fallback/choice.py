@@ -28,10 +28,13 @@ def chosen_backend(folder: Path, wanted: Backend) -> Backend:
         return "transformers"
     path = folder / "config.json"
     fields = Fields(str(path), read_json_object(path))
-    name = next(iter(fields.texts("architectures")), fields.text("model_type", ""))
+    kind = fields.text("model_type", "")
+    name = next(iter(fields.texts("architectures")), kind)
     native = {*WRAPPERS.values(), *(family.architecture for family in FAMILIES.values())}
-    if not name or name in {*native, *WRAPPERS, *FAMILIES, *(also for each in FAMILIES.values() for also in each.also)}:
+    kinds = {"", *WRAPPERS, *FAMILIES, *(also for each in FAMILIES.values() for also in each.also)}
+    if kind in kinds and name in {*native, *kinds}:
         return "native"
+    name = kind if name in native else name  # a class of transformers may serve other kinds, too
     if not installed:
         has = ", ".join(sorted(native))
         raise CheckpointError(f"{path}: {name} has no native family ({has}); {INSTALL} to serve more architectures")

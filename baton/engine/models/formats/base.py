@@ -36,6 +36,12 @@ class Source(Protocol):
     def shape(self, name: str) -> list[int]:
         """Return the shape of a stored tensor."""
 
+    def stored(self, name: str) -> str:
+        """Return the name of the main part of a matrix."""
+
+    def dtype(self, name: str) -> str:
+        """Return the dtype of a stored tensor as the file spells it."""
+
     def metadata(self, name: str) -> str:
         """Return the entry `name` in the metadata of the safetensors files, or ""."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from baton.engine.models.formats import bitsandbytes, compressed_tensors, gptq, torchao
+from baton.engine.models.formats import bitsandbytes, compressed_tensors, gguf, gptq, torchao
 from baton.engine.models.formats.base import WeightFormat
 from baton.engine.models.formats.floats import block_of, float8, mxfp4_experts, nvfp4
 from baton.engine.models.json_fields import Fields
@@ -34,6 +34,7 @@ METHODS: dict[str, Callable[[Fields], WeightFormat]] = {
     "compressed-tensors": compressed_tensors.parse,
     "fbgemm_fp8": lambda _: float8("fp8 channel", "_scale", (1, 0)),
     "fp8": _fp8,
+    "gguf": gguf.parse,
     "gptq": gptq.parse_gptq,
     "modelopt": _modelopt,
     "mxfp4": lambda _: mxfp4_experts(),

@@ -1,0 +1,190 @@
+"""The small files of a checkpoint as the Hub has them, from the metadata of a GGUF file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from baton.errors import CheckpointError
+from baton.gguf.architectures import ARCHITECTURES
+from baton.gguf.header import GgufHeader
+
+TEMPLATE = "tokenizer.chat_template"
+CONTROL = 3  # in tokenizer.ggml.token_type
+# Ends of a turn. Llama.cpp ends answers at these texts, because many files name only one end.
+ENDS_OF_TURN = frozenset(
+    {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>"}
+)
+LARGE_GEMMA = {("gemma2", 46): "27B", ("gemma3", 62): "27B"}  # by layers; its scores have another scale
+_NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+Json = dict[str, Any]
+
+
+def config_of(header: GgufHeader) -> Json:
+    """Return config.json. Raises CheckpointError with the file and the key."""
+    name = header.metadata.get("general.architecture")
+    if name not in ARCHITECTURES:
+        raise header.error("general.architecture", f"{name!r} is not supported (supported: {', '.join(ARCHITECTURES)})")
+    return _Config(header, str(name)).json()
+
+
+class _Config:
+    """Typed access to the metadata of one architecture."""
+
+    def __init__(self, header: GgufHeader, name: str) -> None:
+        self._header, self._name, self._row = header, name, ARCHITECTURES[name]
+
+    def json(self) -> Json:
+        row, hidden = self._row, self._integer("embedding_length")
+        heads = self._integer("attention.head_count")
+        kv_heads = self._integer("attention.head_count_kv", heads)
+        rotated = self._integer("rope.dimension_count", 0)
+        usual = rotated if rotated and not row.partial else hidden // heads
+        head_dim = self._integer("attention.key_length", usual)
+        if self._integer("attention.value_length", head_dim) != head_dim:
+            raise self._error("attention.value_length", f"must be attention.key_length ({head_dim})")
+        found = {
+            "architectures": [row.model_class],
+            "model_type": row.model_type,
+            "vocab_size": self._shape("token_embd.weight")[0],
+            "hidden_size": hidden,
+            "num_hidden_layers": self._integer("block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": head_dim,
+            "max_position_embeddings": self._integer("context_length"),
+            "tie_word_embeddings": not self._has("output.weight"),
+            row.eps: self._eps(),
+            "attention_bias": self._has("blk.0.attn_q.bias") or self._has("blk.0.attn_qkv.bias"),
+            "mlp_bias": self._has("blk.0.ffn_up.bias"),
+            **row.fixed,
+            **self._feed_forward(),
+            **{key: value for at, key in row.keys.items() if (value := self._get(at)) is not None},
+            **self._rope(rotated, head_dim),
+            **self._of_family(hidden, heads, head_dim),
+            "eos_token_id": ends(self._header) or None,
+            "bos_token_id": self._header.metadata.get("tokenizer.ggml.bos_token_id"),
+        }
+        stored = {"quant_method": "gguf", "architecture": self._name, "heads": heads, "kv_heads": kv_heads}
+        stored["types"] = sorted({info.kind for info in self._header.tensors.values() if len(info.shape) > 1})
+        return found | {"quantization_config": stored}
+
+    def _feed_forward(self) -> Json:
+        experts, used = self._integer("expert_count", 0), self._integer("expert_used_count", 0)
+        inner = self._integer("feed_forward_length", self._integer("expert_feed_forward_length", 0) or None)
+        if not experts:
+            return {"intermediate_size": inner}
+        found = {"intermediate_size": inner, "num_experts_per_tok": used}
+        if self._name == "llama":
+            mixtral = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": None}
+            return found | mixtral | {"num_local_experts": experts}
+        return found | {"num_experts": experts}
+
+    def _rope(self, rotated: int, head_dim: int) -> Json:
+        """Return the keys of the rotation. Factors of frequencies, as of Llama 3.1, are a tensor in the file."""
+        kind, theta = str(self._get("rope.scaling.type") or "none"), float(self._get("rope.freq_base") or 10000.0)
+        found: Json = {"rope_theta": theta}
+        if self._row.partial and rotated:
+            found["partial_rotary_factor"] = rotated / head_dim
+        length = self._integer("context_length")
+        original = self._integer("rope.scaling.original_context_length", length)
+        if self._has("rope_factors_short.weight"):
+            short, long = (self._header.floats(f"rope_factors_{end}.weight") for end in ("short", "long"))
+            scaling: Json = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+            factor = self._get("rope.scaling.attn_factor")
+            scaling |= {} if factor is None else {"attention_factor": factor}
+            return found | {"rope_scaling": scaling, "original_max_position_embeddings": original}
+        if self._has("rope_freqs.weight"):
+            factors = self._header.floats("rope_freqs.weight")
+            scaling = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
+            scaling |= {"attention_factor": 1.0, "original_max_position_embeddings": length}
+            return found | {"rope_scaling": scaling}
+        if kind == "none":
+            return found
+        if kind not in ("linear", "yarn"):
+            raise self._error("rope.scaling.type", f"{kind!r} is not supported (supported: none, linear, yarn)")
+        scaling = {"rope_type": kind, "factor": self._get("rope.scaling.factor")}
+        scaling |= {"original_max_position_embeddings": original} if kind == "yarn" else {}
+        return found | {"rope_scaling": scaling}
+
+    def _of_family(self, hidden: int, heads: int, head_dim: int) -> Json:
+        name, found = self._name, dict[str, Any]()
+        if name in ("gemma2", "gemma3"):
+            large = (name, self._integer("block_count")) in LARGE_GEMMA
+            found["query_pre_attn_scalar"] = hidden // heads if large else head_dim
+            found.update({} if name == "gemma3" else {"attn_logit_softcapping": self._get("attn_logit_softcapping")})
+        if name == "gemma3":
+            found["sliding_window_pattern"] = self._integer("attention.sliding_window_pattern", 6)
+        if name == "stablelm":
+            found["use_qkv_bias"] = self._has("blk.0.attn_q.bias")
+            found["qk_layernorm"] = self._has("blk.0.attn_q_norm.weight")
+        if name == "starcoder2":
+            found["use_bias"] = self._has("blk.0.attn_q.bias")
+        if name == "command-r":
+            found["use_qk_norm"] = self._has("blk.0.attn_q_norm.weight")
+        if name == "olmo2" and self._get("attention.sliding_window"):
+            raise self._error("attention.sliding_window", "is not supported: this is OLMo 3")
+        return found
+
+    def _eps(self) -> Any:
+        keys = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
+        value = next((value for key in keys if (value := self._get(key)) is not None), None)
+        if value is None:
+            raise self._error(keys[0], "is missing")
+        return value
+
+    def _integer(self, key: str, default: int | None = None) -> int:
+        """Return a number, which may be a list of equal ones, one for each layer."""
+        value = self._get(key)
+        value = value[0] if isinstance(value, list) and len(set(value)) == 1 else default if value is None else value
+        if value is None:
+            raise self._error(key, "is missing")
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self._error(key, f"must be one whole number for all layers, got {value!r}")
+        return value
+
+    def _get(self, key: str) -> Any:
+        return self._header.metadata.get(f"{self._name}.{key}")
+
+    def _has(self, tensor: str) -> bool:
+        return tensor in self._header.tensors
+
+    def _shape(self, tensor: str) -> tuple[int, ...]:
+        if not self._has(tensor):
+            raise self._header.error(tensor, "is missing")
+        return self._header.tensors[tensor].shape
+
+    def _error(self, key: str, problem: str) -> CheckpointError:
+        return self._header.error(f"{self._name}.{key}", problem)
+
+
+def ends(header: GgufHeader) -> list[int]:
+    """Return the ids that end an answer: those of the metadata, and control tokens that are ends of a turn."""
+    found = [header.metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
+    tokens, kinds = (header.metadata.get(f"tokenizer.ggml.{key}", []) for key in ("tokens", "token_type"))
+    by_text = [i for i, text in enumerate(tokens) if text in ENDS_OF_TURN and kinds[i : i + 1] == [CONTROL]]
+    return list(dict.fromkeys([i for i in found if isinstance(i, int)] + by_text))
+
+
+def tokenizer_config_of(header: GgufHeader) -> Json:
+    """Return tokenizer_config.json. Raises CheckpointError for an id that no token has."""
+    tokens, found = header.metadata.get("tokenizer.ggml.tokens", []), dict[str, Any]()
+    for name, key in _NAMED.items():
+        at = f"tokenizer.ggml.{key}_token_id"
+        token_id = header.metadata.get(at)
+        if token_id is not None and not (isinstance(token_id, int) and 0 <= token_id < len(tokens)):
+            raise header.error(at, f"must be the id of a token, got {token_id!r}")
+        found[name] = None if token_id is None else tokens[token_id]
+    return found
+
+
+def templates_of(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Return the chat templates by their file in a checkpoint."""
+    found = {}
+    for key, text in metadata.items():
+        name = re.fullmatch(rf"{re.escape(TEMPLATE)}\.([A-Za-z0-9_-]{{1,64}})", key)
+        if name and isinstance(text, str):
+            found[f"additional_chat_templates/{name[1]}.jinja"] = text
+    whole = metadata.get(TEMPLATE)
+    return found | ({"chat_template.jinja": whole} if isinstance(whole, str) else {})

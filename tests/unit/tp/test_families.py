@@ -1,0 +1,94 @@
+"""Models of all families on two and four ranks, which are threads, against one rank: tokens, logits, and handoffs."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.engine.engine import Engine
+from baton.engine.models.config import read_config
+from baton.engine.models.families import FAMILIES
+from baton.engine.models.loading import load_model
+from baton.engine.tp.sharding import divided
+from baton.errors import ConfigError
+from baton.tokenizer import OracleTokenizer
+from baton.worker.engine_factory import generate
+from tests.support.engines import hand_over, ids, key_of, numbers, spec_of
+from tests.unit.model.checkpoints import DENSE, LATENT, NATIVE, SPARSE, V3, VOCAB, random_checkpoint
+from tests.unit.model.harness import greedy, prompts
+from tests.unit.tp.support import gpus, on_threads
+
+VARIANTS = DENSE | SPARSE | LATENT | NATIVE
+LENGTHS = (1, 17, 40)
+# Four ranks share two KV heads.
+FOUR = (
+    "mixtral qwen3_moe v2 v3 gemma2 gemma3 olmo2 olmo3 exaone4 cohere cohere2 glm4 minimax_m2 gpt_oss llama4 granite "
+    "seed_oss apertus phi3 starcoder2 nemotron"
+).split()
+CASES = [(name, 2) for name in VARIANTS] + [(name, 4) for name in FOUR]
+REJECTED = {
+    "quantised experts": ("mixtral", {"quantize": "int8"}),
+    "layer norms over all heads": ("olmo2", {"kind": "layer"}),
+}
+
+
+@pytest.mark.parametrize("words", REJECTED)
+def test_what_cannot_be_divided_is_rejected_by_name(tmp_path: Path, words: str) -> None:
+    name, changes = REJECTED[words]
+    VARIANTS[name].write(tmp_path)
+    config = read_config(tmp_path)
+    if "kind" in changes:
+        norm = config.spec.attention[0].head_norm
+        assert norm is not None
+        of_layers = replace(norm, norm=replace(norm.norm, kind="layer"))
+        config = replace(config, spec=config.spec.with_attention(head_norm=of_layers))
+    with pytest.raises(ConfigError, match=f"decode.tensor_parallel: 2 is not supported for {words}; set"):
+        divided(config, 2, "decode.tensor_parallel", "int8" if "quantize" in changes else "none")
+
+
+def test_widths_of_experts_must_be_divisible(tmp_path: Path) -> None:
+    settings: dict[str, Any] = V3 | {"moe_intermediate_size": 21}
+    random_checkpoint(tmp_path, "deepseek_v3", **settings)
+    with pytest.raises(ConfigError, match=r"2 does not divide .* width of experts \(21\) and width of shared experts"):
+        divided(read_config(tmp_path), 2, "tp")
+
+
+def test_every_family_is_tried() -> None:
+    assert {VARIANTS[name].family for name, _ in CASES} == FAMILIES.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.sample(12)
+@pytest.mark.parametrize(("name", "size"), CASES)
+def test_tokens_are_those_of_one_rank(plan_of, tmp_path: Path, name: str, size: int) -> None:
+    VARIANTS[name].write(tmp_path / "m", vocab_size=VOCAB)
+    """The prompts are always the same: ranks add in another order, which decides near ties."""
+    alone, backend = load_model(tmp_path / "m", block_size=8), on_threads(plan_of(size, str(tmp_path / "m")), [])
+    assert backend.layout == alone.layout
+    rows = zip(*(greedy(each, prompts(LENGTHS), 12, random.Random(3)) for each in (alone, backend)), strict=True)
+    for one, many in rows:
+        assert one.tokens == many.tokens
+        torch.testing.assert_close(many.logits[len(one.tokens) - 2], one.logits[len(one.tokens) - 2], atol=2e-4, rtol=0)
+    backend.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "size"), [("gpt_oss", 2), ("minimax_m2", 4)])
+def test_one_rank_and_several_hand_over(plan_of, tmp_path: Path, name: str, size: int) -> None:
+    VARIANTS[name].write(tmp_path / "m", vocab_size=259)
+    rng = random.Random(7)
+    alone, backend = (
+        load_model(tmp_path / "m", block_size=8),
+        on_threads(plan_of(size, str(tmp_path / "m")), gpus(size)[0]),
+    )
+    one, many = (Engine(b, OracleTokenizer(), total_blocks=24, prefix_cache=False) for b in (alone, backend))
+    for _ in range(2):
+        spec = spec_of(numbers(rng, rng.randint(20, 60), 250), max_tokens=6)
+        expected = ids(generate(one, spec).tokens)
+        assert ids(generate(many, spec).tokens) == expected
+        for giver, taker in ((one, many), (many, one)):
+            assert hand_over(giver, taker, spec).ids(key_of()) == expected
+    backend.close()
