@@ -301,13 +301,23 @@ class ThinkingState:
     thoughts: tuple[tuple[int, ...], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class RecurrentState:
+    """The state of a sequence's recurrent layers after its first `position` tokens: float32, little-endian."""
+
+    position: int
+    data: bytes
+
+
+SequenceState = ThinkingState | RecurrentState  # what a sequence needs to continue, besides its KV
 SCALE_BYTES = 2  # of a head in int8 KV
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """Shape of KV on one rank: each of `tensors` is `[layers, blocks, block_size, kv_heads, head_width]` of `dtype`.
-    They are K and V, or with latent attention one tensor for both.
+    They are K and V, or with latent attention one tensor for both. Recurrent layers have no KV. They have a state of
+    `state_size` float32 numbers for each sequence, which travels with the commit.
     """
 
     layers: int
@@ -316,6 +326,7 @@ class KVLayout:
     block_size: int
     dtype: str  # "float32" | "bfloat16" | "float16" | "int8"
     tensors: tuple[str, ...] = ("k", "v")
+    state_size: int = field(default=0, repr=False)  # not in `wire` of other models, whose fingerprints have it
 
     @property
     def itemsize(self) -> int:
@@ -345,7 +356,13 @@ class KVLayout:
     @property
     def wire(self) -> str:
         """Layout that must match between two workers for a handoff: everything except the block size."""
-        return repr(replace(self, block_size=0))
+        state = f", state of {self.state_size}" if self.state_size else ""
+        return repr(replace(self, block_size=0)) + state
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state of one sequence."""
+        return 4 * self.state_size
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)

@@ -120,7 +120,7 @@ class Moves:
             pusher.computed(handoff, move.blocks.blocks, self._engine.layout.layers, final)
         if stopped:
             spec = replace(move.spec, known=tuple(move.tokens[len(move.spec.prompt) :]))
-            pusher.finish(handoff, PushEnd(spec, [move.last], self._engine.thinking_state(handoff)))
+            pusher.finish(handoff, PushEnd(spec, [move.last], self._engine.state_of(handoff)))
 
     def stepped(self, result: StepResult) -> None:
         """Send what moving sequences produced in a step, or keep it until their Repush."""

@@ -13,7 +13,7 @@ from functools import partial
 import structlog
 
 from baton.clock import Clock
-from baton.core import HandoffId, Load, SequenceSpec, Thought, Token, WorkerInfo
+from baton.core import HandoffId, Load, SequenceSpec, ThinkingState, Thought, Token, WorkerInfo
 from baton.engine.block_pool import Allocation, Reservation
 from baton.engine.engine import Engine
 from baton.engine.step_result import StepResult
@@ -36,7 +36,7 @@ from kvtransfer.handoff import CommitState, PushEnd, PushJob, PushResult
 def adoption_events(handoff: HandoffId, commit: CommitState, times: DecodeTimes) -> list[worker_pb2.WorkerEvent]:
     """Return the commit event, then thoughts and first token again, because the prefill worker may have died."""
     committed = events.committed(handoff, commit, times.taken_over(commit))
-    made = commit.thinking.thoughts if commit.thinking is not None else ()
+    made = commit.state.thoughts if isinstance(commit.state, ThinkingState) else ()
     thoughts = [Thought(chunk, token_ids) for chunk, token_ids in enumerate(made)]
     again = [events.thoughts(handoff, thoughts)] if thoughts else []
     return [committed, *again, events.tokens(handoff, commit.first)]
@@ -365,7 +365,7 @@ class DecodeWorker(HandoffRole[DecodeJob]):
             return  # released after the commit: the blocks are already free
         assert commit.spec is not None  # checked by `Reservations.commit`
         try:
-            tokens = self._engine.adopt(handoff, commit.spec, reservation, commit.thinking)
+            tokens = self._engine.adopt(handoff, commit.spec, reservation, commit.state)
         except (InvalidRequest, ValueError) as error:
             self._free(handoff, reservation)
             self.detached.drop(handoff)

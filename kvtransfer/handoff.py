@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.core import HandoffId, SequenceSpec, ThinkingState, Token, WorkerRef
+from baton.core import HandoffId, SequenceSpec, SequenceState, Token, WorkerRef
 from baton.errors import HandoffError
 
 
@@ -50,7 +50,7 @@ class PushEnd:
 
     spec: SequenceSpec | None = None  # None in the answer to a fetch: no decoding follows
     first: Sequence[Token] = ()  # as sent to the router
-    thinking: ThinkingState | None = None  # of a thinking model, at the first position without sent KV
+    state: SequenceState | None = None  # of models that have one, at the first position without sent KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class CommitState:
     commit_s: float  # from the end of the last frame until the commit was checked
     kv_bytes: int
     transport: str
-    thinking: ThinkingState | None = None
+    state: SequenceState | None = None
     began_at: float = 0.0  # announcement of the first frame, in monotonic seconds of this worker
     ended_at: float = 0.0  # end of the last frame, likewise
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from baton.core import HandoffId, WorkerRef
 from baton.engine.memory.exposed import pattern
 from baton.errors import DigestMismatch, HandoffError, OfferRefused, StaleAttempt
+from baton.hashing import frame_digest
 from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import wire
@@ -49,13 +50,17 @@ class IncomingHandoff:
     places: Places = field(default_factory=Places)  # in the pool of the sender, of a one-sided channel
     whole: KVDigest | None = None  # None unless the whole KV is verified
     digests: list[bytes] = field(default_factory=list)
+    state: bytearray = field(default_factory=bytearray)  # of recurrent layers; complete before the commit is queued
     dropped: bool = False
     busy_s: float = 0.0
     first_at: float = 0.0  # time of the first announcement; 0 before it
     last_at: float = 0.0
 
     def check(self, message: pb.Commit) -> None:
-        """Raise DigestMismatch if the received KV differs from the sent KV."""
+        """Raise DigestMismatch if the received KV or recurrent state differs from what was sent."""
+        sent = message.recurrent.digest if message.HasField("recurrent") else frame_digest(b"")
+        if frame_digest(self.state) != sent:
+            raise DigestMismatch(f"handoff {self.handoff}: the state of the recurrent layers differs")
         if list(message.digests) != self.digests:
             wrong = [n for n, pair in enumerate(zip_longest(self.digests, message.digests)) if len(set(pair)) > 1]
             raise DigestMismatch(f"handoff {self.handoff}: frames {wrong} of {len(self.digests)} differ")
@@ -242,6 +247,19 @@ class ReceiveLoop:
             raise FrameRefused(f"block {max(message.blocks)} is not in the sender's pool of {total} blocks")
         return Listing(inbound, message)
 
+    def take_state(self, message: pb.StatePart) -> None:
+        """Append a part of a recurrent state, unless its handoff has ended. Raises FrameRefused if it is too long.
+        Called by the event loop.
+        """
+        handoff, most = convert.handoff_from_pb(message.handoff), self._end.kv.layout.state_bytes
+        if (inbound := self.open.get(handoff)) is None:
+            return
+        inbound.state += message.data
+        if len(inbound.state) > most:
+            raise FrameRefused(
+                f"the state of {handoff} has more than the {most} bytes of this model's recurrent layers"
+            )
+
     def claim(self, command: pb.PeerCommand) -> None:
         """Queue a commit behind its frames, or refuse it. Called from either thread."""
         handoff = convert.handoff_from_pb(command.commit.handoff)
@@ -375,7 +393,7 @@ class ReceiveLoop:
         if not inbound.announced.complete:
             text = f"only {inbound.announced.nbytes} bytes were announced, which is incomplete"
             raise FrameRefused(f"commit of {inbound.handoff}: {text}")
-        end = end_of(message)
+        end = end_of(message, bytes(inbound.state))
         if end.spec is not None and len(end.spec) != inbound.known_tokens + 1:
             text = f"{len(end.spec)} tokens, but {inbound.known_tokens} were offered"
             raise FrameRefused(f"commit of {inbound.handoff}: {text}")
@@ -399,7 +417,7 @@ class ReceiveLoop:
         state = CommitState(
             spec=end.spec,
             first=end.first,
-            thinking=end.thinking,
+            state=end.state,
             transfer_s=inbound.busy_s,
             commit_s=time.monotonic() - inbound.last_at,
             kv_bytes=inbound.announced.nbytes,

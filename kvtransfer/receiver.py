@@ -106,6 +106,8 @@ class Session:
                 self._take_frames([command.frame, *command.more])
             case "blocks":
                 self._take_places(command.blocks)
+            case "state":
+                self._receive_loop.take_state(command.state)
             case "commit":
                 self._receive_loop.claim(command)
             case "fetch":

@@ -31,7 +31,7 @@ from kvtransfer import wire
 from kvtransfer.frames import FrameSpec, KVDigest, Progress
 from kvtransfer.handoff import PushEnd, PushJob, PushResult, Reports
 from kvtransfer.transports.base import ControlPath, Endpoint, KeyRelay, Ring
-from kvtransfer.wire import announcement, commit_of, offer_of, places_of, refusal_from_pb
+from kvtransfer.wire import announcement, commit_of, offer_of, places_of, refusal_from_pb, state_parts
 
 NEVER = float("inf")
 
@@ -345,6 +345,8 @@ class SendQueue:
             if push in self._pushes.values() and push.progress.complete:
                 push.state, push.deadline = State.COMMITTED, time.monotonic() + self._deadline_s
                 self.window.flush()
+                for part in state_parts(push.job.handoff, push.end):
+                    self._enqueue(part)
                 self._enqueue(pb.PeerCommand(commit=commit, after=self.window.number))
 
     # Under the lock

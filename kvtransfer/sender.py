@@ -381,7 +381,13 @@ class SendChannel:
     def _put(self, command: pb.PeerCommand) -> None:
         control_socket, kind = self.queue.control_socket, command.WhichOneof("command")
         if control_socket is not None and (
-            kind in {"frame", "blocks"} or (kind == "commit" and control_socket.takes(command.ByteSize()))
+            kind in {"frame", "blocks"}
+            # A commit with a recurrent state follows its parts over the stream.
+            or (
+                kind == "commit"
+                and not command.commit.HasField("recurrent")
+                and control_socket.takes(command.ByteSize())
+            )
         ):
             control_socket.send(command.SerializeToString())
         elif self._stream is not None:

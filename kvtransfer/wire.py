@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from baton.core import HandoffId
+from baton.core import HandoffId, RecurrentState, ThinkingState
 from baton.engine.memory.exposed import PROBE_BYTES, PROBES
 from baton.errors import BatonError, ChannelBroken, DigestMismatch, HandoffError, OfferRefused, StaleAttempt
+from baton.hashing import frame_digest
 from baton.rpc import convert
 from baton.rpc.convert import thinking_from_pb, thinking_to_pb
 from baton.rpc.v1 import peer_pb2 as pb
@@ -51,24 +52,46 @@ def offer_of(job: PushJob, fingerprint: str) -> Iterator[pb.PeerCommand]:
 
 
 def commit_of(handoff: HandoffId, end: PushEnd, digests: Sequence[bytes], kv_digest: bytes) -> pb.Commit:
-    """Build the commit: everything that decoding needs except KV, and the digests of the KV."""
+    """Build the commit: everything that decoding needs except KV, and the digests of the KV and of recurrent state."""
+    state = end.state
     return pb.Commit(
         handoff=convert.handoff_to_pb(handoff),
         spec=None if end.spec is None else convert.spec_to_pb(end.spec),
         first=convert.tokens_to_pb(end.first),
         digests=digests,
         kv_digest=kv_digest,
-        thinking=thinking_to_pb(end.thinking),
+        thinking=thinking_to_pb(state if isinstance(state, ThinkingState) else None),
+        recurrent=_recurrent(state) if isinstance(state, RecurrentState) else None,
     )
 
 
-def end_of(message: pb.Commit) -> PushEnd:
-    """Parse a commit. Raises InvalidRequest, or FrameRefused for a thinking state without a sequence."""
+def _recurrent(state: RecurrentState) -> pb.RecurrentState:
+    return pb.RecurrentState(position=state.position, digest=frame_digest(state.data))
+
+
+STATE_PART_BYTES = 4 << 20  # far below the largest message
+
+
+def state_parts(handoff: HandoffId, end: PushEnd) -> Iterator[pb.PeerCommand]:
+    """Yield the parts of a recurrent state. They precede the commit."""
+    data = end.state.data if isinstance(end.state, RecurrentState) else b""
+    for at in range(0, len(data), STATE_PART_BYTES):
+        part = pb.StatePart(handoff=convert.handoff_to_pb(handoff), data=data[at : at + STATE_PART_BYTES])
+        yield pb.PeerCommand(state=part)
+
+
+def end_of(message: pb.Commit, data: bytes = b"") -> PushEnd:
+    """Parse a commit, and the received `data` of a recurrent state. Raises InvalidRequest, or FrameRefused for a
+    state without a sequence, or for two states.
+    """
     spec = convert.spec_from_pb(message.spec) if message.HasField("spec") else None
     thinking = thinking_from_pb(message.thinking) if message.HasField("thinking") else None
-    if spec is None and thinking is not None:
-        raise FrameRefused("commit: thinking: must not be set without a sequence")
-    return PushEnd(spec, convert.tokens_from_pb(message.first), thinking)
+    recurrent = RecurrentState(message.recurrent.position, data) if message.HasField("recurrent") else None
+    if spec is None and (thinking or recurrent):
+        raise FrameRefused(f"commit: {'thinking' if thinking else 'recurrent'}: must not be set without a sequence")
+    if thinking and recurrent:
+        raise FrameRefused("commit: thinking and recurrent: only one of them may be set")
+    return PushEnd(spec, convert.tokens_from_pb(message.first), thinking or recurrent)
 
 
 def announcement(handoff: HandoffId | None, sequence: int, frame: FrameSpec, digest: bytes = b"") -> pb.FrameAnnounce:

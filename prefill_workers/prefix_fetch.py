@@ -80,10 +80,10 @@ class Fetches:
         within_s: float,
         on_end: Callable[[HandoffId], None],  # a fetch ended; from any thread; the engine thread then calls `end`
         *,
-        thinks: bool = False,  # never fetch, because KV would come without its thoughts
+        stateful: bool = False,  # never fetch, because KV would come without its thoughts or its recurrent state
     ) -> None:
         self.fetched_tokens = 0
-        self._thinks = thinks
+        self._stateful = stateful
         self._engine = engine
         self._history = engine.pool.history
         self._clock = clock
@@ -101,7 +101,7 @@ class Fetches:
         """Start a fetch from `source`, which caches the first `there` positions, and return its positions. They are
         whole blocks that are not cached here. Return None if a fetch does not pay or no blocks are free.
         """
-        if self._thinks:
+        if self._stateful:
             return None
         size, pool = self._engine.layout.block_size, self._engine.pool
         names = self._names(spec, there // size)

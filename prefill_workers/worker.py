@@ -14,7 +14,7 @@ from functools import partial
 import structlog
 
 from baton.clock import Clock
-from baton.core import HandoffId, Load, PromptPart, SequenceSpec, ThinkingState, WorkerInfo
+from baton.core import HandoffId, Load, PromptPart, SequenceSpec, SequenceState, WorkerInfo
 from baton.engine.engine import Engine
 from baton.engine.sequence import ScheduledSequence as StepWork
 from baton.engine.step_result import SequenceOutput, StepResult
@@ -92,11 +92,11 @@ class PrefillJob(Job):
         first = events.output(replace(self.first, key=handoff)) if self.first is not None else []
         return self.thoughts.events(handoff) + [events.prompt_part(handoff, each) for each in self.prompt_parts] + first
 
-    def end(self, thinking: ThinkingState | None) -> PushEnd:
+    def end(self, state: SequenceState | None) -> PushEnd:
         """Return the end of the push, which includes the sampled first token."""
         tokens = self.first.tokens if self.first is not None else ()
         known = (*self.spec.known, *(token.token_id for token in tokens))
-        return PushEnd(replace(self.spec, known=known), tokens, thinking)
+        return PushEnd(replace(self.spec, known=known), tokens, state)
 
     @property
     def state(self) -> str:
@@ -151,7 +151,8 @@ class PrefillWorker(HandoffRole[PrefillJob]):
         self._coalesce_below = coalesce_below
         self._attempts = Attempts()
         self._pusher: Pusher  # set by `attach`, before the first command
-        self.fetches = Fetches(engine, clock, fetch_s, self.fetch_ended, thinks=info.thinking_chunk > 0)
+        stateful = info.thinking_chunk > 0 or info.layout.state_size > 0
+        self.fetches = Fetches(engine, clock, fetch_s, self.fetch_ended, stateful=stateful)
         self.transfer_bytes, self.transport = 0, ""
 
     def attach(self, pusher: Pusher) -> None:
@@ -305,7 +306,7 @@ class PrefillWorker(HandoffRole[PrefillJob]):
     def _finish(self, handoff: HandoffId, work: PrefillJob) -> None:
         blocks = self._engine.held(handoff).blocks
         self._pusher.computed(handoff, blocks, self._info.layout.layers, len(work.spec))
-        self._pusher.finish(handoff, work.end(self._engine.thinking_state(handoff)))
+        self._pusher.finish(handoff, work.end(self._engine.state_of(handoff)))
 
     def push_ended(self, handoff: HandoffId, outcome: PushResult | HandoffError) -> None:
         """Handle the end of a push: the sender no longer reads its blocks. Called once, from a transfer thread."""

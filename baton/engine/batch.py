@@ -18,6 +18,21 @@ class Injection:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class StateRows:
+    """States of the sequences of a batch that recurrent layers read and update: rows `slots` of `memory`."""
+
+    memory: Tensor  # float32 [all slots, state_size]
+    slots: list[int]  # B different ones
+    counts: list[int]  # the batch's `query_lens`
+    index: Tensor  # int64 [B]: `slots` on the device
+
+    @property
+    def single(self) -> bool:
+        """Whether each sequence has one token."""
+        return max(self.counts) == 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """N new tokens of B sequences. Tokens of one sequence are adjacent and in the order of their positions.
     If it is `fixed`, its shape is one of `FixedShapes`: a row's bits depend only on its position and the tokens before.
@@ -35,3 +50,4 @@ class Batch:
     on_layer: Callable[[int], None] | None = None  # called with each layer once its K and V are written, or issued
     fixed: bool = False
     thinking: Injection | None = None  # set if the model thinks
+    states: StateRows | None = None  # set if the model has recurrent layers

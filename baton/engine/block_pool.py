@@ -40,11 +40,12 @@ class Allocation:
     `blocks[i]` from earlier and later ones. Methods raise ValueError in states that the diagram above forbids.
     """
 
-    __slots__ = ("_pool", "blocks", "generations", "state")
+    __slots__ = ("_pool", "blocks", "generations", "slot", "state")
 
     def __init__(self, pool: BlockPool, blocks: list[int], generations: list[int], state: BlockState) -> None:
         self._pool, self.state = pool, state
         self.blocks, self.generations = blocks, generations
+        self.slot: int | None = None  # of the state of recurrent layers, in a pool with slots
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -101,13 +102,18 @@ class BlockPool:
     """The blocks 0..total-1 of one worker. Used by one thread. The counts must add up after every transition.
     `on_index(added, removed)` receives hashes that can be found from now on, and those that no longer can.
     `generations` has a number for each block, which changes before the block is given out again; by default a list.
+    With `slots`, each sequence also has one of so many slots for the state of recurrent layers, from the allocation or
+    reservation of its blocks until they are free.
     """
 
-    def __init__(self, total: int, generations: MutableSequence[int] | None = None) -> None:
+    def __init__(
+        self, total: int, generations: MutableSequence[int] | None = None, *, slots: int | None = None
+    ) -> None:
         if total < 1:
             raise ValueError(f"a pool needs at least one block, got {total}")
         self.total = total
         self._free = list(range(total - 1, -1, -1))
+        self._slots = None if slots is None else list(range(slots - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._generation = [0] * total if generations is None else generations
         self._references = [0] * total  # allocations in any state
@@ -148,11 +154,15 @@ class BlockPool:
         return all(self._digest[block] is not None for block in blocks)
 
     def allocate(
-        self, n: int, *, reserved: bool = False, shared: Sequence[int] = (), spare: int = 0
+        self, n: int, *, reserved: bool = False, shared: Sequence[int] = (), spare: int = 0, sequence: bool = False
     ) -> Allocation | None:
-        """Allocate the `shared` blocks (from `find`) and `n` more. None if fewer than `spare` would remain."""
+        """Allocate the `shared` blocks (from `find`) and `n` more. None if fewer than `spare` would remain, or if they
+        are for a `sequence` and the pool has no slot left.
+        """
         if reserved and shared:
             raise ValueError("a reservation cannot share blocks, because a peer may write into all of it")
+        if sequence and self._slots == []:
+            return None
         if self.available < n + spare + sum(not self._references[block] for block in shared):
             return None
         for block in shared:
@@ -160,6 +170,8 @@ class BlockPool:
         state = BlockState.RESERVED if reserved else BlockState.OWNED
         allocation = Allocation(self, list(shared), [self._generation[block] for block in shared], state)
         self._grow(allocation, n)
+        if sequence and self._slots is not None:
+            allocation.slot = self._slots.pop()
         return allocation
 
     def unquarantine(self, allocation: Allocation) -> None:
@@ -247,7 +259,9 @@ class BlockPool:
         drop = self._end_quarantine if allocation.state is BlockState.QUARANTINED else self._drop
         for block in reversed(allocation.blocks):  # so that the tail of a chain is evicted first
             drop(block, allocation.state)
-        allocation.blocks, allocation.generations = [], []
+        if allocation.slot is not None and self._slots is not None:
+            self._slots.append(allocation.slot)
+        allocation.blocks, allocation.generations, allocation.slot = [], [], None
         allocation.state = BlockState.RELEASED
         self.counts()
 
@@ -297,7 +311,7 @@ class Reservation:
         """Reserve blocks for `positions`, sharing those with `hashes`. None if fewer than `spare` would remain."""
         shared = pool.allocate(0, shared=pool.find(hashes))
         assert shared is not None  # sharing needs no free blocks
-        own = pool.allocate(layout.blocks_for(positions) - len(shared), reserved=True, spare=spare)
+        own = pool.allocate(layout.blocks_for(positions) - len(shared), reserved=True, spare=spare, sequence=True)
         if own is None:
             shared.release()
             return None

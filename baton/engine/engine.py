@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import structlog
 
-from baton.core import Finish, HandoffId, Load, SequenceSpec, ThinkingState
+from baton.core import Finish, HandoffId, Load, SequenceSpec, SequenceState
 from baton.engine.block_pool import Allocation, BlockPool, Reservation
 from baton.engine.determinism.planner import split_exact
 from baton.engine.determinism.shapes import FixedShapes
@@ -30,6 +30,7 @@ from baton.engine.request import Request, RequestFactory
 from baton.engine.sampling.output import OutputFactory
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import LayerListener, ScheduledSequence, SchedulerOutput, Sequence, VerifyWork
+from baton.engine.states import States
 from baton.engine.step_result import Counters, SequenceOutput, StepResult
 from baton.engine.thinking import Thoughts
 from baton.errors import EngineFault, RankLost
@@ -46,7 +47,8 @@ class Engine:
     step's tokens and sequences. Preempted sequences start over here if `recompute_preempted`; else they are dropped and
     reported. `prefix_cache` keeps KV of full blocks for the same `cache_scope` while capacity lasts. `shapes` enables
     deterministic requests; None rejects them. `overlap` launches decode steps before the last tokens are on the host
-    (`overlap.py`); None means on a GPU. `exposed` KV can be read by other processes of this host.
+    (`overlap.py`); None means on a GPU. `exposed` KV can be read by other processes of this host. Up to `state_slots`
+    sequences, twice `max_running` by default, have a state of recurrent layers if the model has such layers.
     """
 
     def __init__(  # noqa: PLR0913  (all but three have a default)
@@ -63,10 +65,13 @@ class Engine:
         shapes: FixedShapes | None = None,
         overlap: bool | None = None,
         exposed: bool = False,
+        state_slots: int | None = None,
     ) -> None:
         self.backend, self.layout, self.tokenizer = backend, backend.layout, tokenizer
         self.kv = backend.make_cache(total_blocks + bool(shapes), exposed=exposed)  # one more block is for padding
-        self.pool = BlockPool(total_blocks, None if self.kv.exposed is None else self.kv.exposed.generations)
+        slots = (state_slots or 2 * max_running) if self.layout.state_size else None
+        generations = None if self.kv.exposed is None else self.kv.exposed.generations
+        self.pool = BlockPool(total_blocks, generations, slots=slots)
         self.counters, self._prefix_cache = Counters(), prefix_cache
         longest = min(backend.max_model_len, total_blocks * self.layout.block_size)
         self.max_model_len = min(longest, max_model_len or longest)
@@ -79,12 +84,13 @@ class Engine:
         )
         max_blocks = self.layout.blocks_for(self.max_model_len)
         self._thoughts = None if backend.thinker is None else Thoughts(backend.thinker, total_blocks)
+        self._states = None if slots is None else States(self.layout, slots, backend.device, slots * prefix_cache)
         self.inputs = Inputs(backend, max_batched_tokens, max_running, max_blocks)
-        self._ordinary = OrdinaryForwards(self.inputs, self._thoughts)
+        self._ordinary = OrdinaryForwards(self.inputs, self._thoughts, self._states)
         self._fixed = FixedForwards(backend, shapes, max_blocks, total_blocks, self._thoughts) if shapes else None
         choices = OutputFactory(tokenizer, backend.vocab_size, self.max_model_len)
         begin_fixed = None if self._fixed is None else self._fixed.begin
-        self._factory = RequestFactory(backend, choices, begin_fixed, self._thoughts, prefix_cache)
+        self._factory = RequestFactory(backend, choices, begin_fixed, self._thoughts, self._states, prefix_cache)
         self._exact_rows = shapes.exact_rows if shapes else 0
         self._requests: dict[HandoffId, Request] = {}
         self._ended: list[SequenceOutput] = []  # ended by known tokens; reported by the next step
@@ -117,17 +123,17 @@ class Engine:
         return request.choice.tokens if request is not None else ()
 
     def adopt(
-        self, key: HandoffId, spec: SequenceSpec, reservation: Reservation, thinking: ThinkingState | None = None
+        self, key: HandoffId, spec: SequenceSpec, reservation: Reservation, state: SequenceState | None = None
     ) -> TokenSequence[int]:
         """Continue a sequence that has its KV in `reservation` (from `reserve`), except that of the last token. That
         token was delivered elsewhere. Returns a growing list of tokens. The engine then owns the reservation. Raises
-        ValueError if the reservation is used or too small, `thinking` does not fit the model or `key` is in use, and
+        ValueError if the reservation is used or too small, `state` does not fit the model or `key` is in use, and
         InvalidRequest like `submit`. The caller then keeps the reservation.
         """
         self.validate(spec)
         reservation.check(self.pool, self.layout.blocks_for(len(spec) - 1))
         self._check_new(key)
-        created = self._factory.adopt(key, spec, thinking)
+        created = self._factory.adopt(key, spec, state)
         request, allocation = self._registered(created), reservation.activate()
         if request is None:
             self.pool.history.blocks("let_go", key, allocation)
@@ -170,9 +176,10 @@ class Engine:
             self._scheduler.remove(request.sequence)
         return request.choice.tokens, request.sequence.allocation
 
-    def thinking_state(self, key: HandoffId) -> ThinkingState | None:
-        """Return the thinking state of a sequence, or None if the model does not think. Raises KeyError like `held`."""
-        return None if self._thoughts is None else self._thoughts.state(self._requests[key].sequence)
+    def state_of(self, key: HandoffId) -> SequenceState | None:
+        """Return what a sequence needs besides its KV, or None if the model keeps nothing else. Raises KeyError."""
+        keeper = self._thoughts or self._states
+        return None if keeper is None else keeper.state(self._requests[key].sequence)
 
     def held(self, key: HandoffId) -> Allocation:
         """Return the blocks with the KV of a held sequence's spec. Raises KeyError if `key` is not held."""
@@ -326,6 +333,8 @@ class Engine:
     def _fail(self, key: HandoffId, message: str, result: StepResult) -> None:
         if (allocation := self._requests[key].sequence.allocation) is not None:
             allocation.withdraw()  # its KV may be wrong and must not be reused
+            if self._states is not None:
+                self._states.forget(self._requests[key].sequence)
         self.release(key)
         result.failed.append((key, EngineFault(message)))
 

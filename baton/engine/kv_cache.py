@@ -231,6 +231,7 @@ class Sizing(NamedTuple):
 
     total_blocks: int
     max_model_len: int
+    state_slots: int | None = None  # None without recurrent layers
 
 
 def size_kv(
@@ -242,21 +243,26 @@ def size_kv(
     device: torch.device,
     ranks: int = 1,
     key: str = "kv_memory",
+    sequences: int = 64,
 ) -> Sizing:
     """Return the blocks in `kv_memory` bytes of all ranks together, and the longest sequence. Ranks have a GPU each, or
-    share a CPU; ranks that share a KV head store it once each. Raises ConfigError, about `key`, if either does not fit.
+    share a CPU; ranks that share a KV head store it once each. States of recurrent layers take at most half of the
+    memory: those of twice as many `sequences`, and as many checkpoints. Raises ConfigError, about `key`, if anything
+    does not fit.
     """
     devices = 1 if device.type == "cpu" else ranks
     block_bytes = layout.block_bytes * max(1, ranks // layout.kv_heads)
     budget = auto_kv_bytes(device) * devices if kv_memory == "auto" else kv_memory
     if budget > (most := _total_bytes(device) * devices):
         raise ConfigError(f"{key}: {budget} bytes, but {device} has {most}; set fewer, or auto")
+    slots = _state_slots(layout, budget, 2 * sequences, key)
+    budget -= 2 * (slots or 0) * layout.state_bytes
     blocks = budget // block_bytes
     if blocks < 1:
         raise ConfigError(f"{key}: {budget} bytes are less than one block of {block_bytes} bytes")
     capacity = blocks * layout.block_size
     if max_model_len == "auto":
-        return Sizing(blocks, min(model_max_len, capacity))
+        return Sizing(blocks, min(model_max_len, capacity), slots)
     if not 2 <= max_model_len <= model_max_len:
         raise ConfigError(
             f"model.max_model_len: must be between 2 and the model's {model_max_len}, got {max_model_len}"
@@ -267,7 +273,18 @@ def size_kv(
             f"{key}: {budget} bytes hold {capacity} tokens, fewer than model.max_model_len {max_model_len}; "
             f"set at least {need} bytes, or lower model.max_model_len"
         )
-    return Sizing(blocks, max_model_len)
+    return Sizing(blocks, max_model_len, slots)
+
+
+def _state_slots(layout: KVLayout, budget: int, wanted: int, key: str) -> int | None:
+    """Return how many states of recurrent layers fit into half of the memory, with a checkpoint each."""
+    if not layout.state_size:
+        return None
+    found = min(wanted, budget // (4 * layout.state_bytes))
+    if found < 1:
+        least = 4 * layout.state_bytes
+        raise ConfigError(f"{key}: {budget} bytes are too few for states of recurrent layers; set at least {least}")
+    return found
 
 
 def auto_kv_bytes(device: torch.device) -> int:

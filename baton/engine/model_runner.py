@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from baton.engine.batch import Batch, Injection
+from baton.engine.batch import Batch, Injection, StateRows
 from baton.engine.determinism.planner import Part
 from baton.engine.kernels.select import fused_draw
 from baton.engine.kv_cache import KVCache
@@ -20,6 +20,7 @@ from baton.engine.request import Request
 from baton.engine.sampling.prompt_logprobs import ROWS
 from baton.engine.sampling.sampler import Sampled, Sampler
 from baton.engine.sequence import LayerListener, ScheduledSequence
+from baton.engine.states import States
 from baton.engine.thinking import Thoughts
 
 
@@ -58,6 +59,7 @@ class Inputs:
         fixed: bool = False,
         thinking: Injection | None = None,
         every_row: bool = False,
+        states: StateRows | None = None,
     ) -> Batch:
         """Build the batch for `work`; `tokens[i]` are all known tokens of sequence i. Valid until the next build."""
         starts = [item.sequence.computed for item in work]
@@ -73,7 +75,8 @@ class Inputs:
         self._arrays["logit_rows"][len(wanted) :] = 0
         self._tables.push()
         self._staged.push()
-        return self._batch(counts, contexts, n, len(wanted), on_layer=on_layer, fixed=fixed, thinking=thinking)
+        options = {"on_layer": on_layer, "fixed": fixed, "thinking": thinking, "states": states}
+        return self._batch(counts, contexts, n, len(wanted), **options)
 
     def widest(self) -> Batch:
         """Return the memory of steps of one token per sequence as one batch: all rows, with the longest contexts. It
@@ -133,10 +136,10 @@ class SampledToken(NamedTuple):
 
 
 class OrdinaryForwards:
-    """Ordinary forwards of one engine. `thoughts` is set if the model thinks."""
+    """Ordinary forwards of one engine. `thoughts` is set if the model thinks, `states` if it has recurrent layers."""
 
-    def __init__(self, inputs: Inputs, thoughts: Thoughts | None = None) -> None:
-        self.inputs, self._thoughts = inputs, thoughts
+    def __init__(self, inputs: Inputs, thoughts: Thoughts | None = None, states: States | None = None) -> None:
+        self.inputs, self._thoughts, self._states = inputs, thoughts, states
         self.sampler = Sampler(fused_draw(inputs.device))
 
     @torch.inference_mode()
@@ -147,8 +150,9 @@ class OrdinaryForwards:
         listener = partial(on_layer, part.work) if on_layer is not None else None
         thinking = None if self._thoughts is None else self._thoughts.inject(part.work)
         tokens = [request.tokens for request in requests]
-        every = part.scores is not None
-        batch = self.inputs.build(part.work, tokens, listener, fixed=part.exact, thinking=thinking, every_row=every)
+        states = None if self._states is None else self._states.rows(part.work)
+        every, build = part.scores is not None, partial(self.inputs.build, fixed=part.exact, states=states)
+        batch = build(part.work, tokens, listener, thinking=thinking, every_row=every)
         logits = backend.forward(batch, kv)
         if part.scores is not None:
             part.scores.take(logits, part.work[0].sequence.computed)

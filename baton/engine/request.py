@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from baton.core import HandoffId, SequenceSpec, ThinkingState
+from baton.core import HandoffId, SequenceSpec, SequenceState
 from baton.engine.determinism.planner import VerifiedProgress
 from baton.engine.determinism.shapes import CandidateTokens
 from baton.engine.model_backend import ModelBackend
@@ -14,6 +14,7 @@ from baton.engine.sampling.logits import Row
 from baton.engine.sampling.output import OutputFactory, OutputState
 from baton.engine.sampling.prompt_logprobs import PromptScores
 from baton.engine.sequence import Sequence, SequencePolicy
+from baton.engine.states import States
 from baton.engine.step_result import SequenceOutput
 from baton.engine.thinking import Thoughts
 from baton.errors import InvalidRequest
@@ -70,6 +71,7 @@ class RequestFactory:
     choices: OutputFactory
     begin_fixed: Callable[[Request, int], None] | None  # for deterministic ones, with the length of the prompt
     thoughts: Thoughts | None
+    states: States | None
     prefix_cache: bool
     arrivals: int = 0
 
@@ -86,14 +88,16 @@ class RequestFactory:
 
     def begin(self, key: HandoffId, spec: SequenceSpec, *, hold: bool) -> Request | SequenceOutput:
         """Create a request that is computed from its first token, or return its end if known tokens end it."""
-        policies: tuple[SequencePolicy, ...] = () if self.thoughts is None else (self.thoughts.begin(spec),)
+        keeper = self.thoughts or self.states
+        policies: tuple[SequencePolicy, ...] = () if keeper is None else (keeper.begin(spec),)
         if spec.prompt_logprobs is not None:
-            policies = (PromptScores(spec.prompt, spec.prompt_logprobs),)
+            policies = (*policies, PromptScores(spec.prompt, spec.prompt_logprobs))
         return self._begin(key, spec, Sequence(key, 0, len(spec), len(spec), policies=policies), hold=hold)
 
-    def adopt(self, key: HandoffId, spec: SequenceSpec, carried: ThinkingState | None) -> Request | SequenceOutput:
+    def adopt(self, key: HandoffId, spec: SequenceSpec, carried: SequenceState | None) -> Request | SequenceOutput:
         """Create a request with KV for all tokens but the last. Raises ValueError if `carried` does not fit."""
-        policies = () if self.thoughts is None else (self.thoughts.adopt(spec, carried),)
+        keeper = self.thoughts or self.states
+        policies = () if keeper is None else (keeper.adopt(spec, carried),)
         computed = len(spec) - 1
         return self._begin(key, spec, Sequence(key, 0, len(spec), computed, computed, policies=policies))
 

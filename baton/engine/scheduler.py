@@ -59,6 +59,8 @@ class Scheduler:
     def adopt(self, sequence: Sequence, known_before: int = 0) -> None:
         """Run a sequence with KV in its blocks. Cache its full blocks behind the first `known_before` tokens."""
         self._enter(self.running, sequence)
+        for policy in sequence.policies:
+            policy.adopted(sequence)
         self.publish(sequence, known_before)
 
     def remove(self, sequence: Sequence) -> None:
@@ -190,7 +192,7 @@ class Scheduler:
         sequence = self.waiting[0]
         shared = self._cached_blocks(sequence)
         need = self._blocks(sequence.known) - len(shared)
-        sequence.allocation = self.pool.allocate(need, shared=shared, spare=len(self.running))
+        sequence.allocation = self.pool.allocate(need, shared=shared, spare=len(self.running), sequence=True)
         if sequence.allocation is None:
             return None
         self.pool.history.blocks("owned", sequence.key, sequence.allocation, shared=len(shared))

@@ -58,6 +58,9 @@ class SequencePolicy:
     def admitted(self, sequence: Sequence, block_size: int) -> None:
         """Begin behind the cached blocks of `sequence`, at its `computed` position."""
 
+    def adopted(self, sequence: Sequence) -> None:
+        """Continue with KV from elsewhere in the blocks of `sequence`."""
+
     def preempted(self, sequence: Sequence) -> None:
         """Start over, because the KV is gone."""
 

@@ -17,7 +17,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from baton.core import SequenceSpec, ThinkingState, Thought
+from baton.core import SequenceSpec, SequenceState, ThinkingState, Thought
 from baton.engine.batch import Injection
 from baton.engine.models.thinking import Thinker
 from baton.engine.sequence import UNLIMITED, ScheduledSequence, SequencePolicy, VerifyWork
@@ -137,9 +137,9 @@ class Thoughts:
         ahead = {"auto": cheap, "fast": ALL, "sequential": 0}[mode]
         return Thinking(self._notes, self._size, until, shared, ahead, cheap if mode == "auto" else None)
 
-    def adopt(self, spec: SequenceSpec, carried: ThinkingState | None) -> Thinking:
+    def adopt(self, spec: SequenceSpec, carried: SequenceState | None) -> Thinking:
         """Return progress with KV from elsewhere. Raises ValueError, naming the mismatch, if `carried` does not fit."""
-        if carried is None:
+        if not isinstance(carried, ThinkingState):
             raise ValueError("the model thinks, but the KV was sent without a thinking state")
         thinking, end = self.begin(spec), len(spec) - 1
         chunk, offset = divmod(end, self._size)

@@ -306,7 +306,13 @@ def layout_from_pb(message: common.KVLayout) -> KVLayout:
     require(message.dtype in _DTYPES, "layout.dtype", f"must be one of {', '.join(_DTYPES)}, got {message.dtype!r}")
     require(message.tensors, "layout.tensors", "must not be empty")
     return KVLayout(
-        message.layers, message.kv_heads, message.head_dim, message.block_size, message.dtype, tuple(message.tensors)
+        message.layers,
+        message.kv_heads,
+        message.head_dim,
+        message.block_size,
+        message.dtype,
+        tuple(message.tensors),
+        message.state_size,
     )
 
 

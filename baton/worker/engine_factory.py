@@ -127,6 +127,7 @@ def build_engine(settings: WorkerSettings, loaded: ModelBackend | None = None) -
         device=backend.device,
         ranks=settings.tensor_parallel,
         key=f"{settings.role.value}.kv_memory",
+        sequences=settings.max_running,
     )
     engine = Engine(
         backend,
@@ -139,6 +140,7 @@ def build_engine(settings: WorkerSettings, loaded: ModelBackend | None = None) -
         prefix_cache=settings.prefix_cache,
         shapes=shapes,
         exposed=exposes_kv(settings, backend.device),
+        state_slots=sizing.state_slots,
     )
     if settings.role is Role.DECODE and backend.device.type == "cuda" and backend.thinker is None:
         from baton.engine.kernels.gpu.cuda_graphs import with_graphs  # never needed on a CPU

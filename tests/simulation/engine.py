@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from baton.core import HandoffId, Role, SequenceSpec, ThinkingState, Token
+from baton.core import HandoffId, Role, SequenceSpec, SequenceState, Token
 from baton.engine.block_pool import BlockPool
 from baton.engine.determinism.shapes import FixedShapes
 from baton.engine.engine import Engine
@@ -173,9 +173,9 @@ class WatchedEngine(Engine):
         return tokens
 
     def adopt(
-        self, key: HandoffId, spec: SequenceSpec, reservation: Reservation, thinking: ThinkingState | None = None
+        self, key: HandoffId, spec: SequenceSpec, reservation: Reservation, state: SequenceState | None = None
     ) -> Sequence[int]:
-        tokens = super().adopt(key, spec, reservation, thinking)
+        tokens = super().adopt(key, spec, reservation, state)
         self._specs[key], self._next[key] = spec, len(spec.known)
         return tokens
 

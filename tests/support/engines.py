@@ -145,7 +145,7 @@ def hand_over(
     receiver.kv.settle()
     try:
         known = (*spec.known, *streams.ids(key))
-        receiver.adopt(key, replace(spec, known=known), room, change(sender.thinking_state(key)))
+        receiver.adopt(key, replace(spec, known=known), room, change(sender.state_of(key)))
     except ValueError:
         room.release()
         raise
@@ -173,7 +173,7 @@ def move(sender: Engine, receiver: Engine, spec: SequenceSpec, after: int, ahead
     sender.kv.gather(layers, blocks.blocks, 0, len(tokens) - 1, wire)
     receiver.kv.scatter(layers, room.blocks, 0, len(tokens) - 1, wire)
     known = tuple(tokens[len(spec.prompt) :])
-    receiver.adopt(key, replace(spec, known=known), room, sender.thinking_state(key))
+    receiver.adopt(key, replace(spec, known=known), room, sender.state_of(key))
     sender.release(key)
     streams.drain(receiver)
     assert [engine.pool.counts().owned for engine in (sender, receiver)] == [0, 0]

@@ -132,7 +132,7 @@ class FakePusher:
             if push.progress.complete and push.end is not None:
                 push.stage = "written"
         elif push.stage == "written":
-            table.commit(handoff, P, commit_of(push.end.spec, push.end.first, push.end.thinking))
+            table.commit(handoff, P, commit_of(push.end.spec, push.end.first, push.end.state))
             push.stage = "committed"
         else:
             self.done(handoff, done_of())

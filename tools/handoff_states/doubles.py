@@ -284,7 +284,7 @@ class Engine:
     def load(self) -> SimpleNamespace:
         return SimpleNamespace(starved=False)
 
-    def thinking_state(self, key: HandoffId) -> None: ...
+    def state_of(self, key: HandoffId) -> None: ...
 
     def reserve(self, tokens: int, prefix: Sequence[bytes] = ()) -> Reservation | None:
         reservation = Reservation.of(self.pool, LAYOUT, tokens + 1, (), 0)

@@ -14,7 +14,7 @@ from baton.engine.models.spec import Family
 from tools.reference.pages import Page, code, table
 
 HEAD = ("`model_type`", "`architectures`", "difference from Llama", "biases", "default `max_position_embeddings`")
-MORE = ("sliding window", "thinking")
+MORE = ("sliding window", "thinking", "cache groups: per token; per sequence")
 SLIDES = {"never": "no", "all": "in all layers or none", "flagged": "with `use_sliding_window`"}
 BIASES = (("qkv_bias", "q, k, v"), ("o_bias", "o"), ("mlp_bias", "MLP"))
 
@@ -45,9 +45,16 @@ def _row(name: str, family: Family) -> tuple[str, ...]:
         family.differs,
         "; ".join(_biases(family)) or "none",
         f"{family.max_positions:,}",
-        SLIDES.get(family.slides, "by layer"),
+        "no" if family.slides == "types" and family.window is None else SLIDES.get(family.slides, "by layer"),
         "yes" if name in DENSE else "no",
+        "; ".join(_groups(name, family)),
     )
+
+
+def _groups(name: str, family: Family) -> list[str]:
+    groups = ["latent" if "latent attention" in family.differs else "k, v"]
+    groups += ["thinking state, if it thinks"] * (name in DENSE)
+    return groups + [family.state] * bool(family.state)
 
 
 def _biases(family: Family) -> list[str]:

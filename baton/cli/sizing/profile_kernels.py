@@ -55,6 +55,9 @@ def _profile_pool(settings: WorkerSettings) -> dict[str, object]:
 def _profile_passes(settings: WorkerSettings) -> dict[str, object]:
     """Measure verify passes. The model is loaded anew, with the kernels that workers will choose."""
     backend, path, console = load_backend(settings), passes_path(settings), Console(stderr=True)
+    if backend.layout.state_size:
+        console.print(f"no verify passes: {backend.nondeterminism}")
+        return {}
     try:
         passes = measure_passes(backend, settings.max_running)
     finally:

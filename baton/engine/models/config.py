@@ -37,8 +37,10 @@ WRAPPERS = {
     "gemma3": "Gemma3ForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
     "llama4": "Llama4ForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
 }
-IMAGES = ("vision_tower.", "vision_model.", "multi_modal_projector.")
+IMAGES = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.")
 WHOLE = ("tie_word_embeddings", "quantization_config", "compression_config", "dtype", "torch_dtype")  # keys that it has
 
 
@@ -85,7 +87,8 @@ class ModelConfig:
     def unread(self) -> tuple[str, ...]:
         """Prefixes of tensors that are not read."""
         ahead = tuple(f"{self.spec.names.layers}.{self.layers + i}." for i in range(self.unread_layers))
-        return (*ahead, *IMAGES, *(f"model.{name}" for name in IMAGES)) if self.wrapped else ahead
+        images = (*IMAGES, *(f"model.{name}" for name in IMAGES)) if self.wrapped else ()
+        return (*ahead, *images, *FAMILIES[self.family].unread)
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -99,7 +102,10 @@ def parse_config(fields: Fields) -> ModelConfig:
     fields, wrapped = _text_part(fields)
     name = _family_name(fields)
     family = FAMILIES[name]
-    fields = Fields(fields.where, {**family.defaults, **fields.values, "model_type": name})
+    other = {key: fields.values[alias] for alias, key in family.renamed.items() if fields.has(alias)}
+    listed = (fields.values[key] for key in family.listed if fields.has(key))
+    other |= next(({"num_hidden_layers": len(each)} for each in listed if isinstance(each, str | list)), {})
+    fields = Fields(fields.where, {**family.defaults, **fields.values, **other, "model_type": name})
     heads = fields.integer("num_attention_heads", high=2**16)
     layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
     latent = config_variants.parse_latent(fields, name, heads)
@@ -117,7 +123,7 @@ def parse_config(fields: Fields) -> ModelConfig:
         family=name,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=sizes.hidden_size,
-        intermediate_size=fields.integer(family.inner_key),
+        intermediate_size=spec.inner or fields.integer(family.inner_key),
         layers=layers,
         heads=heads,
         kv_heads=sizes.kv_heads,

@@ -78,6 +78,7 @@ class ExpertsConfig:
     normalised: bool
     scaling: float = 1.0
     shared_inner: int = 0
+    shared_gate: bool = False  # the shared network is multiplied by the sigmoid of a projection
     groups: int = 1
     best_groups: int = 1
     sigmoid: bool = False  # sigmoid scores; else softmax scores
@@ -86,6 +87,7 @@ class ExpertsConfig:
     biased: bool = False  # router and experts have biases
     transposed: bool = False  # the file has [experts, inputs, outputs]
     paired: bool = False  # rows of gate and up alternate
+    least: float = 1e-20  # added to the sum that weights are divided by; sigmoids may all be 0
     scaled_inputs: bool = False  # weights multiply the inputs of experts, not their results
 
 

@@ -19,6 +19,7 @@ from baton.engine.models import deepseek
 from baton.engine.models.config import ModelConfig
 from baton.engine.models.llama import Norm, Parts, SelfAttention, Step
 from baton.engine.models.moe import feed_forward
+from baton.engine.models.recurrent.layers import recurrent_layer
 from baton.engine.models.rope import Rotary
 from baton.engine.models.spec import AttentionSpec
 
@@ -39,7 +40,7 @@ class Layer:
             return parts.norm(f"{name}.{part}", hidden, config.spec.norm) if part else None
 
         self.input_norm = norm(names.before_attention)
-        self.attention = attention_of(config, parts, f"{name}.{names.attention}", spec)
+        self.attention = attention_of(config, parts, name, spec, index)
         self.after_attention = norm(names.after_attention)
         self.post_norm = norm(names.before_mlp)
         self.feed_forward = feed_forward(config, parts, name, index)
@@ -68,6 +69,23 @@ class ParallelLayer(Layer):
         return self._after(None, self.feed_forward(rows, step).add_(attended), step)
 
 
+class SingleLayer:
+    """One layer with attention or a feed-forward network, not both, and a norm before it."""
+
+    def __init__(self, config: ModelConfig, parts: Parts, spec: AttentionSpec, index: int, name: str) -> None:
+        self.norm = parts.norm(f"{name}.{config.spec.names.before_attention}", config.hidden_size, config.spec.norm)
+        mixes = config.spec.single[index] == "mixer"
+        self.attention = attention_of(config, parts, name, spec, index) if mixes else None
+        self.feed_forward = None if mixes else feed_forward(config, parts, name, index)
+
+    def __call__(self, x: Tensor, delta: Tensor | None, step: Step, keys: Tensor, values: Tensor) -> Tensor:
+        normed = self.norm(x, step.scratch.take("normed", *x.shape), delta)
+        if self.feed_forward is not None:
+            return self.feed_forward(normed, step)
+        assert self.attention is not None
+        return self.attention(normed, step, keys, values)
+
+
 def _before(norm: Norm | None, x: Tensor, normed: Tensor, delta: Tensor | None) -> Tensor:
     """Add `delta` to x, and return the rows that a block reads."""
     if norm is not None:
@@ -75,8 +93,12 @@ def _before(norm: Norm | None, x: Tensor, normed: Tensor, delta: Tensor | None) 
     return x if delta is None else x.add_(delta)
 
 
-def attention_of(config: ModelConfig, parts: Parts, name: str, spec: AttentionSpec) -> _Attend:
-    """Return the attention of a layer."""
+def attention_of(config: ModelConfig, parts: Parts, layer: str, spec: AttentionSpec, index: int) -> _Attend:
+    """Return the attention of layer `index`, or what it has in its place. `layer` is the name prefix of its tensors."""
+    recurrent, name = config.spec.recurrent[index : index + 1], f"{layer}.{config.spec.names.attention}"
+    if recurrent and recurrent[0] is not None:
+        name = f"{layer}.{config.spec.names.recurrent}"
+        return recurrent_layer(recurrent[0], parts, name, config.hidden_size, config.spec.state_offset(index))
     if config.latent is not None:
         return deepseek.LatentAttention(config, parts, config.latent, name)
     return SelfAttention(config, parts, name, spec)
@@ -89,7 +111,7 @@ class Decoder:
         self.config, self.kernels, weights = config, parts.kernels, parts.weights
         self.spec, names = config.spec, config.names_in(weights.checkpoint.__contains__)
         self.embed = weights.tensor(f"{names.embed}.weight", config.vocab_size, config.hidden_size)
-        make = ParallelLayer if self.spec.parallel else Layer
+        make = SingleLayer if self.spec.single else ParallelLayer if self.spec.parallel else Layer
         layers = enumerate(self.spec.attention)
         scale = self.spec.embedding_scale
         self.embedding_scale = None if scale == 1.0 else torch.tensor(scale, dtype=weights.dtype, device=weights.device)
@@ -102,6 +124,7 @@ class Decoder:
         dtype, width = (torch.float32, 0) if config.latent else (weights.dtype, config.head_dim)
         self.rotaries = [Rotary(rope, dtype, weights.device, width) for rope in self.spec.ropes]
         self.scratch = Scratch(weights.dtype, weights.device)
+        self._has_kv = self.spec.has_kv
         self._by_reach = {spec.reach: spec for spec in self.spec.attention}
         self._temperature = next((spec.temperature for spec in self.spec.attention if spec.temperature), None)
 
@@ -114,11 +137,13 @@ class Decoder:
         torch.index_select(self.embed, 0, batch.token_ids, out=x)
         if self.embedding_scale is not None:
             x.mul_(self.embedding_scale)
-        delta = None
-        for number, (layer, keys, values) in enumerate(zip(self.layers, kv.k, kv.v, strict=True)):
-            delta = layer(x, delta, step, keys, values)
-            if batch.on_layer is not None:  # the sums of this layer prove that all ranks have written their K and V
-                batch.on_layer(number)
+        delta, written = None, 0
+        for number, (layer, has_kv) in enumerate(zip(self.layers, self._has_kv, strict=True)):
+            place = min(written, len(kv.k) - 1)  # a recurrent layer uses neither K nor V
+            delta = layer(x, delta, step, kv.k[place], kv.v[place])
+            if has_kv and batch.on_layer is not None:  # sums of this layer prove that all ranks have written K and V
+                batch.on_layer(written)
+            written += has_kv
             if batch.thinking is not None:
                 self._exchange(batch.thinking, number + 1, x, delta)
         return self._logits(x if delta is None else x.add_(delta), batch.logit_rows)
@@ -135,7 +160,7 @@ class Decoder:
         rotations = tuple(rotary(batch.positions) for rotary in self.rotaries)
         if self.config.latent is not None:
             return deepseek.latent_step(self.config, self.kernels, batch, block_size, rotations, self.scratch)
-        step = Step(rotations, batch.slot_mapping, {}, self.scratch, fixed=batch.fixed)
+        step = Step(rotations, batch.slot_mapping, {}, self.scratch, fixed=batch.fixed, states=batch.states)
         for reach, spec in self._by_reach.items():
             if spec.in_kernels:
                 step.attend[reach] = self.kernels.attention(batch, block_size, reach.window, spec.scale)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from baton.engine.batch import StateRows
 from baton.engine.kernels.base import Attention, HeadNorms, Kernels, Linear, Rotation, Scratch
 from baton.engine.kernels.quantized import SCHEMES, Quantize, QuantizedWeight, quantize
 from baton.engine.kernels.torch_attention import SteadyAttention
@@ -37,6 +38,7 @@ class Step:
     fixed: bool = False
     special: dict[Reach, SteadyAttention] = field(default_factory=dict)  # for layers that kernels cannot compute
     temperatures: Tensor | None = None  # factors of queries [N, 1, 1]
+    states: StateRows | None = None  # set if the model has recurrent layers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,12 +187,17 @@ class SelfAttention:
         self.warms = spec.temperature is not None
         q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
         in_head = row_order(config.head_dim, config.spec.rotated, interleaved=config.spec.interleaved)
+        order = None if in_head is None else _in_all_heads(in_head, config.heads + config.kv_heads, q + 2 * kv)
+        self.gates = q if spec.gated else 0
+        outs = (q, kv, kv)
+        if spec.gated:  # the rows of the gate follow those of the query in each head
+            outs, order = (2 * q, kv, kv), _gates_last(config.heads, q, kv, order)
         self.qkv = parts.linear(
             tuple(f"{name}.{part}" for part in names.qkv),
-            (q, kv, kv),
+            outs,
             config.hidden_size,
             bias=spec.qkv_bias,
-            order=None if in_head is None else _in_all_heads(in_head, config.heads + config.kv_heads, q + 2 * kv),
+            order=order,
         )
         self.o = parts.summed(f"{name}.{names.o}", config.hidden_size, q, bias=spec.o_bias)
         self.norms, self.prepare = _head_norms(config, parts, name, spec.head_norm, in_head)
@@ -199,7 +206,10 @@ class SelfAttention:
 
     def __call__(self, x: Tensor, step: Step, keys: Tensor, values: Tensor) -> Tensor:
         rows, take = len(x), step.scratch.take
-        qkv = self.qkv(x, take("qkv", rows, self.qkv.width)).view(rows, -1, self.head_dim)
+        projected, width = self.qkv(x, take("qkv", rows, self.qkv.width)), self.qkv.width - self.gates
+        if self.gates:
+            gates, projected = projected[:, width:], take("ungated", rows, width).copy_(projected[:, :width])
+        qkv = projected.view(rows, -1, self.head_dim)
         rotation = step.rotations[self.rope]
         if self.prepare is not None:
             rotation = self.prepare(qkv, rotation)
@@ -211,6 +221,8 @@ class SelfAttention:
             step.attend[self.reach](query, keys, values, attended)
         else:
             step.special[self.reach](query, keys, values, attended, self.sinks)
+        if self.gates:
+            attended.mul_(gates.sigmoid())
         return self.o(attended, take("delta", rows, self.o.width))
 
 
@@ -219,6 +231,13 @@ def _in_all_heads(in_head: Tensor, heads: int, rows: int) -> Tensor:
     every = torch.arange(rows)
     ordered = every[: heads * len(in_head)].view(heads, -1)[:, in_head]
     return torch.cat((ordered.flatten(), every[heads * len(in_head) :]))
+
+
+def _gates_last(heads: int, q: int, kv: int, order: Tensor | None) -> Tensor:
+    """Return the order of rows in which queries, keys and values are in `order`, and gates follow them."""
+    queries, gates = torch.arange(2 * q).view(heads, 2, -1).unbind(1)
+    first = torch.cat((queries.flatten(), torch.arange(2 * q, 2 * (q + kv))))
+    return torch.cat((first if order is None else first[order], gates.flatten()))
 
 
 Prepare = Callable[[Tensor, Rotation], Rotation]

@@ -140,7 +140,8 @@ def _stored_dtype(config: ModelConfig, checkpoint: Checkpoint) -> str:
 
 
 def _layout(config: ModelConfig, block_size: int, dtype: str) -> KVLayout:
-    return KVLayout(config.layers, config.kv_heads, config.head_dim, block_size, dtype, config.kv_tensors)
+    shape = sum(config.spec.has_kv), config.kv_heads, config.head_dim
+    return KVLayout(*shape, block_size, dtype, config.kv_tensors, config.spec.state_size)
 
 
 def _check(
@@ -194,6 +195,8 @@ def _with_weights(config: ModelConfig, parts: Parts, thinking: Mode) -> tuple[De
 
 def _nondeterminism(config: ModelConfig) -> str:
     """Return why determinism is unavailable, or "". The chunks of its grid must be whole chunks of a thinking model."""
+    if config.spec.recurrent:
+        return "verify passes cannot roll back the state of the model's recurrent layers"
     if config.thinking is None or SHORT % config.thinking.chunk_size == 0:
         return ""
     return f"chunks of {config.thinking.chunk_size} tokens do not divide the grid of {SHORT} tokens"

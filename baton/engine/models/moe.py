@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from baton.engine.kernels.base import Grouped, Kernels, Linear
+from baton.engine.kernels.torch_reference import PLAIN
 from baton.engine.models.config import ModelConfig
 from baton.engine.models.config_variants import ExpertsConfig
 from baton.engine.models.llama import MLP, Parts, Step
@@ -34,22 +35,29 @@ def feed_forward(config: ModelConfig, parts: Parts, layer: str, index: int) -> M
         return MLP(config, parts, f"{layer}.{config.spec.names.mlp}", config.intermediate_size)
     mixtral = f"{layer}.block_sparse_moe"
     in_mixtral = f"{mixtral}.gate.weight" in parts.weights.checkpoint
-    return SparseMLP(config, config.experts, parts, mixtral if in_mixtral else f"{layer}.{config.spec.names.mlp}")
+    name, shared = f"{layer}.{config.spec.names.mlp}", f"{layer}.{config.spec.names.shared}"
+    return SparseMLP(config, config.experts, parts, mixtral if in_mixtral else name, shared)
 
 
 class SparseMLP:
     """A layer of experts: route, compute the chosen experts, add the output of the shared network."""
 
-    def __init__(self, config: ModelConfig, experts: ExpertsConfig, parts: Parts, name: str) -> None:
+    def __init__(self, config: ModelConfig, experts: ExpertsConfig, parts: Parts, name: str, shared: str) -> None:
         self.router = Router(config, experts, parts, name)
         self.experts = Experts(config, experts, parts, f"{name}.experts")
-        shared = f"{name}.{config.spec.names.shared}"
         self.shared = MLP(config, parts, shared, experts.shared_inner) if experts.shared_inner else None
+        gated = experts.shared_inner and experts.shared_gate
+        self.gate = parts.whole(f"{shared}_gate", 1, config.hidden_size, bias=False) if gated else None
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         weights, chosen = self.router(x, step)
         routed = self.experts(x, weights, chosen, step)
-        return routed if self.shared is None else self.shared(x, step).add_(routed)
+        if self.shared is None:
+            return routed
+        shared = self.shared(x, step)
+        if self.gate is not None:
+            shared.mul_(self.gate(x, step.scratch.take("shared_gate", len(x), 1)).sigmoid())
+        return shared.add_(routed)
 
 
 class Router:
@@ -75,7 +83,7 @@ class Router:
         chosen = self._eligible(ranks).topk(self.experts.per_token)[1]
         weights = scores.gather(1, chosen)
         if self.experts.normalised:
-            weights /= weights.sum(-1, keepdim=True) + 1e-20  # sigmoids may all be 0
+            weights /= weights.sum(-1, keepdim=True) + self.experts.least
         return weights * self.experts.scaling, chosen
 
     def _eligible(self, ranks: Tensor) -> Tensor:
@@ -116,17 +124,21 @@ class Experts:
     def __init__(self, config: ModelConfig, experts: ExpertsConfig, parts: Parts, name: str) -> None:
         self.grouped: tuple[Grouped, Grouped] | None = None
         self.scaled_inputs, clamp, self.total = experts.scaled_inputs, config.spec.mlp.clamp, parts.total
+        gated = config.spec.mlp.gated
+        self.outs = 2 if gated else 1
         self.gate: Callable[..., Tensor] = partial(parts.kernels.gate, activation=config.spec.mlp.activation)
         if clamp is not None:
             self.gate = partial(_clamped_gate, parts.kernels, clamp)
-        if _are_packed(parts, name):
+        if not gated:
+            self.gate = partial(_plain, config.spec.mlp.activation)
+        if _are_packed(config, parts, name):
             self.members = _one_by_one(config, experts, parts, name)
         else:
             gate_up, down = _stacked(config, experts, parts, name)
             biases = _biases(config, experts, parts, name)
             layers = zip(gate_up, down, *biases, strict=True)
             self.members = [Expert(parts.layer(a, c), parts.layer(b, d)) for a, b, c, d in layers]
-            fits = parts.quantize == "none" and clamp is None and not experts.biased
+            fits = parts.quantize == "none" and clamp is None and gated and not experts.biased
             self.grouped = _grouped(gate_up, down, parts.kernels) if fits else None
         self.by_row = _by_row(self.members, parts.kernels)
 
@@ -160,7 +172,7 @@ class Experts:
         groups = gate_up.groups(experts, fixed=step.fixed)
         pairs = torch.index_select(x, 0, order // each, out=take("pairs", rows * each, width))
         both = gate_up(pairs, groups, take("expert_gate_up", rows * each, gate_up.width))
-        gated = self.gate(both, out=take("expert_gated", rows * each, gate_up.width // 2))
+        gated = self.gate(both, out=take("expert_gated", rows * each, gate_up.width // self.outs))
         return take("expert_results", rows * each, width).index_copy_(0, order, down(gated, groups, pairs))
 
     def _by_own_rows(self, members: list[Expert], x: Tensor, chosen: Tensor, step: Step) -> Tensor:
@@ -189,7 +201,12 @@ class Experts:
     def _compute(self, expert: Expert, rows: Tensor, step: Step) -> None:
         take, (gate_up, down) = step.scratch.take, expert
         both = gate_up(rows, take("expert_gate_up", len(rows), gate_up.width))
-        down(self.gate(both, out=take("expert_gated", len(rows), gate_up.width // 2)), rows)
+        down(self.gate(both, out=take("expert_gated", len(rows), gate_up.width // self.outs)), rows)
+
+
+def _plain(activation: str, rows: Tensor, out: Tensor) -> Tensor:
+    """Write the activation of experts that are not gated."""
+    return out.copy_(PLAIN[activation](rows))
 
 
 def _clamped_gate(kernels: Kernels, clamp: Clamp, both: Tensor, out: Tensor) -> Tensor:
@@ -219,47 +236,58 @@ def _by_row(members: list[Expert], kernels: Kernels) -> list[Expert] | None:
 def _one_by_one(config: ModelConfig, experts: ExpertsConfig, parts: Parts, name: str) -> list[Expert]:
     """Read the experts of a quantised checkpoint, each of which may be quantised or not."""
     inner, hidden = experts.inner, config.hidden_size
-    gate, up, down = _products(parts, name)
+    up, down = _products(config, parts, name)
     return [
         Expert(
-            parts.linear((f"{name}.{i}.{gate}", f"{name}.{i}.{up}"), (inner, inner), hidden, bias=False),
+            parts.linear(tuple(f"{name}.{i}.{each}" for each in up), (inner,) * len(up), hidden, bias=False),
             parts.linear((f"{name}.{i}.{down}",), (hidden,), inner, bias=False),
         )
         for i in range(experts.count)
     ]
 
 
-def _products(parts: Parts, name: str) -> tuple[str, str, str]:
-    """Return the names of the projections gate, up and down of each expert."""
-    in_mixtral = f"{name}.0.w1.weight" in parts.weights.checkpoint
-    return ("w1", "w3", "w2") if in_mixtral else ("gate_proj", "up_proj", "down_proj")
+def _products(config: ModelConfig, parts: Parts, name: str) -> tuple[tuple[str, ...], str]:
+    """Return the names of the projections of each expert: gate and up, or only up, and down."""
+    if f"{name}.0.w1.weight" in parts.weights.checkpoint:
+        return ("w1", "w3"), "w2"
+    return (("gate_proj", "up_proj") if config.spec.mlp.gated else ("up_proj",)), "down_proj"
 
 
-def _are_packed(parts: Parts, name: str) -> bool:
+def _are_packed(config: ModelConfig, parts: Parts, name: str) -> bool:
     """Return whether an expert is quantised so that it can stay packed. Then each is read by itself."""
-    return any(parts.are_stored((f"{name}.0.{product}",)) for product in _products(parts, name))
+    up, down = _products(config, parts, name)
+    return any(parts.are_stored((f"{name}.0.{product}",)) for product in (*up, down))
 
 
-def _are_fused(parts: Parts, name: str) -> bool:
-    """Return whether the file was written by transformers 5 without `save_original_format`."""
-    return f"{name}.gate_up_proj" in parts.weights.checkpoint
+def _fused(config: ModelConfig, parts: Parts, name: str) -> tuple[str, str] | None:
+    """Return the names of the stacked weights, if the file has them: of the family, or as transformers 5 writes them
+    without `save_original_format`.
+    """
+    block = name.removesuffix(".experts")
+    found = (
+        (f"{block}.{one}", f"{block}.{other}")
+        for one, other in (config.spec.names.stacked, ("experts.gate_up_proj", "experts.down_proj"))
+    )
+    return next((pair for pair in found if pair[0] in parts.weights.checkpoint), None)
 
 
 def _stacked(config: ModelConfig, experts: ExpertsConfig, parts: Parts, name: str) -> tuple[Tensor, Tensor]:
     """Read the weights [experts, 2 inner, hidden] and [experts, hidden, inner] from either checkpoint layout."""
     weights, (count, inner, hidden) = parts.weights, (experts.count, experts.inner, config.hidden_size)
-    if experts.transposed or _are_fused(parts, name):
+    fused = _fused(config, parts, name)
+    if experts.transposed or fused is not None:
         stored = weights.whole(inner)
-        if experts.transposed:
+        if experts.transposed or fused is None:
             gate_up = _turned(parts, f"{name}.gate_up_proj", count, hidden, 2 * stored, paired=experts.paired)
             down = _turned(parts, f"{name}.down_proj", count, stored, hidden, paired=False)
         else:
-            gate_up = weights.tensor(f"{name}.gate_up_proj", count, 2 * stored, hidden)
-            down = weights.tensor(f"{name}.down_proj", count, hidden, stored)
+            gate_up = weights.tensor(fused[0], count, 2 * stored, hidden)
+            down = weights.tensor(fused[1], count, hidden, stored)
         return weights.own(gate_up, 1, 2), weights.own(down, 2)
-    gates, ups, downs = ([f"{name}.{i}.{product}.weight" for i in range(count)] for product in _products(parts, name))
-    gate_up = weights.stack(list(zip(gates, ups, strict=True)), (inner, inner), hidden)
-    return gate_up, weights.down(downs, hidden, inner)
+    up, down_name = _products(config, parts, name)
+    ups = [tuple(f"{name}.{i}.{each}.weight" for each in up) for i in range(count)]
+    downs = [f"{name}.{i}.{down_name}.weight" for i in range(count)]
+    return weights.stack(ups, (inner,) * len(up), hidden), weights.down(downs, hidden, inner)
 
 
 def _turned(parts: Parts, name: str, *shape: int, paired: bool) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from baton.engine.models.config_variants import ExpertsConfig, LatentConfig
 from baton.engine.models.json_fields import Fields
+from baton.engine.models.recurrent.spec import RecurrentSpec
 from baton.engine.models.rope import RopeConfig
 
 # Names of activations in config.json, and in kernels.
@@ -85,6 +86,7 @@ class AttentionSpec:
     soft_cap: float | None = None
     sinks: bool = False
     temperature: Temperature | None = None
+    gated: bool = False  # results are multiplied by the sigmoid of a part of the projection of queries
 
     @property
     def in_kernels(self) -> bool:
@@ -94,7 +96,7 @@ class AttentionSpec:
     @property
     def is_steady(self) -> bool:
         """Whether kernels also compute all around the attention."""
-        plain = self.in_kernels and self.temperature is None
+        plain = self.in_kernels and self.temperature is None and not self.gated
         return plain and (self.head_norm is None or self.head_norm.in_kernels)
 
 
@@ -148,7 +150,9 @@ class Names:
     down: str = "down_proj"
     router: str = "gate"
     correction: str = "gate.e_score_correction_bias"
-    shared: str = "shared_experts"
+    shared: str = "mlp.shared_experts"
+    stacked: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")  # of all experts together
+    recurrent: str = ""  # in place of `attention` in recurrent layers
     before_attention: str = "input_layernorm"
     after_attention: str = ""
     before_mlp: str = "post_attention_layernorm"
@@ -179,6 +183,9 @@ class DecoderSpec:
     interleaved: bool = False
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
+    recurrent: tuple[RecurrentSpec | None, ...] = ()  # of each layer; None for one with attention; empty: all have it
+    single: tuple[Literal["mixer", "network"], ...] = ()  # the only block of each layer; empty: layers have both
+    inner: int | None = None  # width of dense networks, if it is not a key of config.json
 
     def with_attention(self, **changes: Any) -> DecoderSpec:
         """Return the spec with these changes in all layers."""
@@ -190,6 +197,22 @@ class DecoderSpec:
         return self.ropes[0].head_dim
 
     @property
+    def has_kv(self) -> list[bool]:
+        """Whether each layer has attention, and so KV."""
+        layers = range(len(self.attention))
+        mixes = [not self.single or self.single[layer] == "mixer" for layer in layers]
+        return [mixes[layer] and not (self.recurrent and self.recurrent[layer]) for layer in layers]
+
+    @property
+    def state_size(self) -> int:
+        """Number of float32 numbers in the state that each sequence has besides its KV."""
+        return self.state_offset(len(self.recurrent))
+
+    def state_offset(self, layer: int) -> int:
+        """Return the number of the state's numbers before those of a layer."""
+        return sum(each.state_size for each in self.recurrent[:layer] if each is not None)
+
+    @property
     def limit(self) -> int:
         """Largest number of positions for which all rotations are valid."""
         return min(rope.limit for rope in self.ropes)
@@ -198,11 +221,13 @@ class DecoderSpec:
     def is_steady(self) -> bool:
         """Whether all products and functions of a layer are those of kernels, whose bits do not depend on the rows."""
         layers = (self.norm.in_kernels, self.mlp.gated, *(each.is_steady for each in self.attention))
-        return all(layers) and not (self.experts or self.latent or self.head.soft_cap)
+        return all(layers) and not (self.experts or self.latent or self.head.soft_cap or self.recurrent)
 
     @property
     def lacks(self) -> str:
         """Name the first part that GPU kernels lack, or ""."""
+        if self.recurrent:
+            return "recurrent layers"
         for each in self.attention:
             if not each.in_kernels:
                 return "attention sinks" if each.sinks else "soft caps" if each.soft_cap else "chunked attention"
@@ -244,10 +269,14 @@ class Family:
     slides: Literal["never", "all", "flagged", "layers", "types"] = "never"  # see `windows` in families/common.py
     window: int | None = 4096
     differs: str = ""  # from Llama, for docs/reference/models.md
+    state: str = ""  # of a sequence besides KV, likewise
     defaults: Mapping[str, Any] = field(default_factory=dict)
     eps_key: str = "rms_norm_eps"
     act_key: str = "hidden_act"
     partial: float | None = None  # default share of rotated dimensions; None means that all are rotated
     inner_key: str = "intermediate_size"
     also: tuple[str, ...] = ()  # other values of model_type
+    unread: tuple[str, ...] = ()  # prefixes of tensors that are not read, such as those for multi-token prediction
+    renamed: Mapping[str, str] = field(default_factory=dict)  # other names of keys, which take precedence
+    listed: tuple[str, ...] = ()  # keys with an entry for each layer, of which the first gives their number
     ahead: int | None = None  # default of `num_nextn_predict_layers`, layers that are not read

@@ -80,7 +80,7 @@ class CountedPool(BlockPool):
         return found
 
     def allocate(
-        self, n: int, *, reserved: bool = False, shared: Sequence[int] = (), spare: int = 0
+        self, n: int, *, reserved: bool = False, shared: Sequence[int] = (), spare: int = 0, sequence: bool = False
     ) -> Allocation | None:
         references = self._use_counts
         if self.available < n + spare + (sum(not references[block_hash] for block_hash in shared) if shared else 0):

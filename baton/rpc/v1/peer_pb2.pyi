@@ -69,6 +69,7 @@ class PeerCommand(_message.Message):
     ABORT_FIELD_NUMBER: _builtins.int
     FETCH_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
     after: _builtins.int
@@ -102,6 +103,10 @@ class PeerCommand(_message.Message):
         """one-sided channels: before the first frame that needs them"""
 
     @_builtins.property
+    def state(self) -> Global___StatePart:
+        """before the commit that has the digest; over the stream, like that commit"""
+
+    @_builtins.property
     def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___FrameAnnounce]:
         """with `frame`: the frames after it"""
 
@@ -116,14 +121,15 @@ class PeerCommand(_message.Message):
         abort: Global___AbortHandoff | None = ...,
         fetch: Global___Fetch | None = ...,
         blocks: Global___PoolBlocks | None = ...,
+        state: Global___StatePart | None = ...,
         more: _abc.Iterable[Global___FrameAnnounce] | None = ...,
         after: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "blocks", b"blocks", "command", b"command", "commit", b"commit", "fetch", b"fetch", "frame", b"frame", "hello", b"hello", "offer", b"offer", "store_key", b"store_key"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "blocks", b"blocks", "command", b"command", "commit", b"commit", "fetch", b"fetch", "frame", b"frame", "hello", b"hello", "offer", b"offer", "state", b"state", "store_key", b"store_key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "after", b"after", "blocks", b"blocks", "command", b"command", "commit", b"commit", "fetch", b"fetch", "frame", b"frame", "hello", b"hello", "more", b"more", "offer", b"offer", "store_key", b"store_key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "after", b"after", "blocks", b"blocks", "command", b"command", "commit", b"commit", "fetch", b"fetch", "frame", b"frame", "hello", b"hello", "more", b"more", "offer", b"offer", "state", b"state", "store_key", b"store_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "store_key", "offer", "frame", "commit", "abort", "fetch", "blocks"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "store_key", "offer", "frame", "commit", "abort", "fetch", "blocks", "state"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -603,6 +609,7 @@ class Commit(_message.Message):
     DIGESTS_FIELD_NUMBER: _builtins.int
     KV_DIGEST_FIELD_NUMBER: _builtins.int
     THINKING_FIELD_NUMBER: _builtins.int
+    RECURRENT_FIELD_NUMBER: _builtins.int
     kv_digest: _builtins.bytes
     """of all bytes sent, independent of frames; empty: not requested"""
     @_builtins.property
@@ -625,6 +632,10 @@ class Commit(_message.Message):
         message.
         """
 
+    @_builtins.property
+    def recurrent(self) -> Global___RecurrentState:
+        """set if and only if the model has recurrent layers and the receiver decodes"""
+
     def __init__(
         self,
         *,
@@ -634,14 +645,65 @@ class Commit(_message.Message):
         digests: _abc.Iterable[_builtins.bytes] | None = ...,
         kv_digest: _builtins.bytes = ...,
         thinking: _worker_pb2.ThinkingState | None = ...,
+        recurrent: Global___RecurrentState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "handoff", b"handoff", "spec", b"spec", "thinking", b"thinking"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "handoff", b"handoff", "recurrent", b"recurrent", "spec", b"spec", "thinking", b"thinking"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "first", b"first", "handoff", b"handoff", "kv_digest", b"kv_digest", "spec", b"spec", "thinking", b"thinking"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "first", b"first", "handoff", b"handoff", "kv_digest", b"kv_digest", "recurrent", b"recurrent", "spec", b"spec", "thinking", b"thinking"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Commit: _TypeAlias = Commit  # noqa: Y015
+
+@_typing.final
+class StatePart(_message.Message):
+    """A part of the state of recurrent layers. The parts of a handoff come in order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDOFF_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    @_builtins.property
+    def handoff(self) -> _common_pb2.HandoffId: ...
+    def __init__(
+        self,
+        *,
+        handoff: _common_pb2.HandoffId | None = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "handoff", b"handoff"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StatePart: _TypeAlias = StatePart  # noqa: Y015
+
+@_typing.final
+class RecurrentState(_message.Message):
+    """The state of a sequence's recurrent layers after `position` tokens. Its bytes came as StateParts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    position: _builtins.int
+    digest: _builtins.bytes
+    """of all its bytes: float32, little-endian"""
+    def __init__(
+        self,
+        *,
+        position: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "position", b"position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecurrentState: _TypeAlias = RecurrentState  # noqa: Y015
 
 @_typing.final
 class CommitAck(_message.Message):

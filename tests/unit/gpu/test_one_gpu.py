@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from baton.core import ThinkingState
 from baton.engine.engine import Engine
 from baton.engine.kernels.gpu.cuda_memory import CudaDevice, _CudaCopies
 from baton.engine.kv_cache import KVCache, exposed_memory
@@ -92,8 +93,8 @@ def answer(mode, device):
     engine = Engine(load_model(COIN, device=device, thinking=mode), tokenizer, total_blocks=64)
     prompt = tokenizer.encode(SENTENCE)
     kv_of(engine, spec_of(prompt[:-1]))
-    carried = engine.thinking_state(key_of())
-    assert carried is not None
+    carried = engine.state_of(key_of())
+    assert isinstance(carried, ThinkingState)
     engine.release(key_of())
     found = run(engine, [spec_of(prompt, max_tokens=6, ignore_eos=False)])
     text = "".join(token.text for token in found.tokens[key_of(0)])

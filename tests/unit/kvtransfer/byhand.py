@@ -167,7 +167,7 @@ class Call:
     def hello(self, **change) -> None:
         version = {"protocol_version": PROTOCOL_VERSION, "generation": self._generation}
         ends = {"sender": convert.ref_to_pb(self._sender), "receiver": convert.ref_to_pb(D)}
-        model = {"fingerprint": FINGERPRINT, "layout": convert.layout_to_pb(LAYOUT)}
+        model = {"fingerprint": FINGERPRINT, "layout": convert.layout_to_pb(self.receiver.kv.layout)}
         transports = {"transports": [pb.TransportOffer(name="by hand", reach="here")]}
         self.say(hello=pb.PeerHello(**{**version, **ends, **model, **transports, **change}))
 
@@ -225,8 +225,8 @@ class Call:
 
 
 class Receiver:
-    def __init__(self, settings=SMALL, *, control_socket: bool = False) -> None:
-        self.table, self.kv = RecordingTable(), make_kv(None)
+    def __init__(self, settings=SMALL, *, control_socket: bool = False, state_size: int = 0) -> None:
+        self.table, self.kv = RecordingTable(), make_kv(None, layout=replace(LAYOUT, state_size=state_size))
         self.table.reserve(JOB.handoff, [11, 12])
         self.channels = HandMade(control_socket=control_socket)
         ends = (self.kv, D, FINGERPRINT, settings, self.table, Choice([self.channels]))

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from baton.core import HandoffId, KVLayout, ThinkingState
+from baton.core import HandoffId, KVLayout, RecurrentState, ThinkingState
 from baton.errors import DigestMismatch, StaleAttempt
+from baton.hashing import frame_digest
 from baton.rpc import convert
 from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import peer_pb2 as pb
@@ -24,9 +25,10 @@ from kvtransfer.handoff import PushEnd
 from kvtransfer.sender import GrpcPeerStream
 from kvtransfer.transports.shm import ShmTransport
 from kvtransfer.transports.unix_socket import MAX_PACKET
+from kvtransfer.wire import STATE_PART_BYTES
 from tests.support.time_factor import scaled
 from tests.support.transports import served
-from tests.unit.kvtransfer.byhand import JOB, Call, Receiver
+from tests.unit.kvtransfer.byhand import HANDOFF, JOB, Call, Receiver
 from tests.unit.kvtransfer.ends import FlippingEnd, Stopped, wrapped
 from tests.unit.kvtransfer.support import (
     LAYOUT,
@@ -249,13 +251,17 @@ STATES = {
     "with rows": state_of(SMALL, rows=512, thoughts=0),
     "large": state_of(LARGE),
     "large with rows and thoughts": state_of(LARGE, rows=LARGE, thoughts=5000),
+    "of recurrent layers": RecurrentState(8, bytes(range(256)) * 4),
+    "of recurrent layers, in three parts": RecurrentState(8, bytes(range(256)) * (2 * STATE_PART_BYTES // 256 + 1)),
 }
+MOST_STATE = max(len(state.data) for state in STATES.values() if isinstance(state, RecurrentState))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_states_arrive_bit_for_bit_over_grpc(pairs, transport: str) -> None:
     where: list[str] = []
-    source, target = make_kv(1, exposed=True), make_kv(None)
+    layout = replace(LAYOUT, state_size=MOST_STATE // 4)
+    source, target = make_kv(1, layout=layout, exposed=True), make_kv(None, layout=layout)
     over = {"send": lambda _: [ShmTransport(source)], "recv": lambda _: [ShmTransport(target)]}
     pair = pairs(
         source=source,
@@ -265,10 +271,10 @@ def test_states_arrive_bit_for_bit_over_grpc(pairs, transport: str) -> None:
     )
     with served(pair.peer) as address:
         where.append(address)
-        for name, thinking in STATES.items():
+        for name, state in STATES.items():
             job = pair.begin(name, 8, [11, 12])
-            pair.complete(job, [1, 2], replace(make_end(8), thinking=thinking))
-            assert pair.table.commits[job.handoff].thinking == thinking, name
+            pair.complete(job, [1, 2], replace(make_end(8), state=state))
+            assert pair.table.commits[job.handoff].state == state, name
         assert same_kv(pair.source, [1, 2], pair.target, [11, 12], 8)
         pair.sender.close()
 
@@ -300,4 +306,47 @@ def test_a_state_that_makes_no_sense_is_refused_by_name_and_ends_the_channel(cal
 def test_any_other_state_is_for_the_engine_to_judge(call: Call) -> None:
     call.commit(thinking=worker.ThinkingState(**RIGHT))
     assert call.hear() == "commit_ack"
-    assert call.receiver.table.commits[JOB.handoff].thinking == ThinkingState(**RIGHT)
+    assert call.receiver.table.commits[JOB.handoff].state == ThinkingState(**RIGHT)
+
+
+STATE = b"state of recurrent layers"
+DIGEST = frame_digest(STATE)
+
+
+@pytest.mark.parametrize(
+    ("parts", "digest", "outcome"),
+    [
+        ([STATE], DIGEST, "commit_ack"),
+        ([STATE[:5], STATE[5:]], DIGEST, "commit_ack"),
+        ([STATE[5:], STATE[:5]], DIGEST, "DIGEST"),
+        ([STATE[:-1]], DIGEST, "DIGEST"),
+        ([], DIGEST, "DIGEST"),
+        ([STATE], b"", "DIGEST"),
+        ([STATE], None, "DIGEST"),  # a state that no commit mentions
+    ],
+)
+def test_a_recurrent_state_with_another_digest_is_refused(parts, digest, outcome) -> None:
+    with Receiver(state_size=MOST_STATE // 4) as receiver:
+        call = receiver.call().offered().arrived()
+        for part in parts:
+            call.say(state=pb.StatePart(handoff=HANDOFF, data=part))
+        call.commit(recurrent=None if digest is None else pb.RecurrentState(position=8, digest=digest))
+        assert call.hear() == outcome
+        commits = receiver.table.commits
+        expected = {JOB.handoff: RecurrentState(8, STATE)} if outcome == "commit_ack" else {}
+        assert {handoff: commit.state for handoff, commit in commits.items()} == expected
+
+
+def test_a_recurrent_state_without_a_sequence_is_refused(call: Call) -> None:
+    call.commit(recurrent=pb.RecurrentState(position=8, digest=frame_digest(b"")), spec=None, first=None)
+    call.refused("FRAME", "recurrent: must not be set")
+    assert not call.receiver.table.commits
+
+
+def test_a_recurrent_state_that_is_too_long_ends_the_channel() -> None:
+    with Receiver(state_size=2) as receiver:
+        call = receiver.call().offered()
+        call.say(state=pb.StatePart(handoff=convert.handoff_to_pb(HandoffId("never", 1)), data=STATE))
+        call.say(state=pb.StatePart(handoff=HANDOFF, data=bytes(8)))
+        call.say(state=pb.StatePart(handoff=HANDOFF, data=bytes(1)))
+        call.refused("FRAME", "has more than the 8 bytes")

@@ -52,6 +52,13 @@ CLASSES = {
     "minimax_m2": transformers.MiniMaxM2ForCausalLM,
     "gpt_oss": transformers.GptOssForCausalLM,
     "llama4_text": transformers.Llama4ForCausalLM,
+    "qwen3_next": transformers.Qwen3NextForCausalLM,
+    "qwen3_5_text": transformers.Qwen3_5ForCausalLM,
+    "qwen3_5_moe_text": transformers.Qwen3_5MoeForCausalLM,
+    "granitemoehybrid": transformers.GraniteMoeHybridForCausalLM,
+    "nemotron_h": transformers.NemotronHForCausalLM,
+    "lfm2": transformers.Lfm2ForCausalLM,
+    "lfm2_moe": transformers.Lfm2MoeForCausalLM,
 }
 
 
@@ -78,10 +85,14 @@ def random_checkpoint(
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 VISION |= {"image_size": 28, "patch_size": 14}
 LLAMA4_VISION = {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
+QWEN35_TEXT = {"model_type": "qwen3_5_text", "full_attention_interval": 2, "linear_num_key_heads": 2}
+QWEN35_TEXT |= {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
+QWEN35_VISION = {"depth": 1, "num_heads": 2, "out_hidden_size": HIDDEN}
 # The class, the settings of its text model, and those of its vision model.
 WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": ("Gemma3", {"model_type": "gemma3_text", "sliding_window": 20}, {}),
     "mistral3": ("Mistral3", {"model_type": "mistral", "sliding_window": None}, {"model_type": "pixtral"}),
+    "qwen3_5": ("Qwen3_5", QWEN35_TEXT, QWEN35_VISION),
     "llama4": ("Llama4", {"model_type": "llama4_text", "num_local_experts": 4, "head_dim": 16}, LLAMA4_VISION),
 }
 
@@ -314,6 +325,70 @@ NATIVE: dict[str, Variant] = {
         "llama4_text", LLAMA4 | {"num_experts_per_tok": 2, "use_qk_norm": False, "no_rope_layer_interval": 2}
     ),
 }  # fmt: skip
+
+CONV = ["conv", "full_attention", "conv", "conv"]
+LFM2: dict[str, Any] = {**FOUR, "layer_types": CONV, "block_multiple_of": 16}
+LFM2_MOE = {**FOUR, "layer_types": CONV, "num_dense_layers": 1, "num_experts": 8, "num_experts_per_tok": 2}
+LFM2_MOE |= {"moe_intermediate_size": 24}
+
+DELTA: dict[str, Any] = {**FOUR, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+DELTA |= {"linear_value_head_dim": 12, "head_dim": 16, "layer_types": None, "full_attention_interval": 2}
+QWEN3_NEXT = DELTA | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+QWEN3_NEXT |= {"shared_expert_intermediate_size": 20}
+
+MAMBA: dict[str, Any] = {"mamba_n_heads": 6, "mamba_d_state": 10, "mamba_n_groups": 2, "embedding_multiplier": 3.0}
+MAMBA |= {"residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 4.0, "attention_bias": True}
+MAMBA |= {"shared_intermediate_size": 40, "layer_types": ["linear_attention", "full_attention"] * 2}
+
+NEMOTRON_H: dict[str, Any] = {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"], "n_groups": 2}
+NEMOTRON_H |= {"mamba_num_heads": 6, "mamba_head_dim": 16, "ssm_state_size": 10, "head_dim": 12}
+
+RECURRENT: dict[str, Variant] = {
+    "nemotron_h": Variant("nemotron_h", NEMOTRON_H),
+    "nemotron_h-experts": Variant(
+        "nemotron_h",
+        NEMOTRON_H
+        | {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 20,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "nemotron_h-biases": Variant(
+        "nemotron_h",
+        NEMOTRON_H | {"use_bias": True, "mlp_bias": True, "use_conv_bias": False, "time_step_min": 0.4, "n_groups": 3},
+    ),
+    "granite-hybrid": Variant("granitemoehybrid", {**FOUR, **MAMBA, "num_local_experts": 0}),
+    "granite-hybrid-rope": Variant(
+        "granitemoehybrid",
+        {
+            **FOUR,
+            **MAMBA,
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "time_step_limit": (0.3, 0.9),
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite-hybrid-experts": Variant(
+        "granitemoehybrid", {**FOUR, **MAMBA, "num_local_experts": 4, "intermediate_size": 24}
+    ),
+    "qwen3_next": Variant("qwen3_next", QWEN3_NEXT | {"num_hidden_layers": 2}),
+    "qwen3_next-dense": Variant(
+        "qwen3_next",
+        QWEN3_NEXT | {"mlp_only_layers": [0, 1, 2, 3], "attention_bias": True, "linear_num_value_heads": 2},
+    ),
+    "qwen3_5_moe": Variant("qwen3_5_moe_text", QWEN3_NEXT | {"num_hidden_layers": 2}),
+    "qwen3_5": Variant("qwen3_5_text", DELTA | {"partial_rotary_factor": 0.5, "linear_conv_kernel_dim": 3}),
+    "lfm2": Variant("lfm2", LFM2 | {"block_ffn_dim_multiplier": 1.5}),
+    "lfm2-biases": Variant("lfm2", LFM2 | {"conv_bias": True, "conv_L_cache": 5, "block_auto_adjust_ff_dim": False}),
+    "lfm2_moe": Variant("lfm2_moe", LFM2_MOE),
+    "lfm2_moe-plain": Variant("lfm2_moe", LFM2_MOE | {"use_expert_bias": False, "norm_topk_prob": False}, 1),
+}
 
 
 LAYERS = 4

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from baton.engine.batch import Batch
+from baton.engine.batch import Batch, StateRows
 from baton.engine.kernels.kv_levels import to_levels
 from baton.engine.kv_cache import KVCache
 from baton.engine.model_backend import ModelBackend
@@ -25,6 +25,7 @@ class Row:
     target: int
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    slot: int = 0  # of its state
     logits: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
@@ -44,6 +45,9 @@ def greedy(backend: ModelBackend, prompts: Sequence[Sequence[int]], new: int, rn
     free = list(range(sum(backend.layout.blocks_for(row.target) for row in rows) + 3))
     rng.shuffle(free)
     kv = poisoned_cache(backend, len(free))
+    memory = torch.full((len(rows) + 2, backend.layout.state_size), torch.nan)
+    for slot, row in enumerate(rows, 1):
+        memory[slot], row.slot = 0, slot
     while running := [row for row in rows if len(row.tokens) < row.target]:
         chosen = rng.sample(running, rng.randint(1, len(running)))
         chunks = [_chunk(row, rng) for row in chosen]
@@ -51,7 +55,7 @@ def greedy(backend: ModelBackend, prompts: Sequence[Sequence[int]], new: int, rn
             while len(row.blocks) * size < row.computed + chunk:
                 row.blocks.append(free.pop())
         wanted = [[i for i in range(n) if i == n - 1 or rng.random() < 0.3] for n in chunks]
-        logits = backend.forward(make_batch(chosen, chunks, wanted, size), kv)
+        logits = backend.forward(make_batch(chosen, chunks, wanted, size, memory), kv)
         _take(chosen, chunks, wanted, logits)
     return rows
 
@@ -84,8 +88,12 @@ def _take(rows: list[Row], chunks: list[int], wanted: list[list[int]], logits: t
             row.tokens.append(int(row.logits[row.computed - 1].argmax()))
 
 
-def make_batch(rows: list[Row], chunks: list[int], wanted: list[list[int]], block_size: int) -> Batch:
-    """Return the batch that computes the next `chunks[i]` tokens of each row, with the logits of `wanted[i]`."""
+def make_batch(
+    rows: list[Row], chunks: list[int], wanted: list[list[int]], block_size: int, memory: torch.Tensor | None = None
+) -> Batch:
+    """Return the batch that computes the next `chunks[i]` tokens of each row, with the logits of `wanted[i]`. States
+    of recurrent layers are in `memory`.
+    """
     ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -96,7 +104,7 @@ def make_batch(rows: list[Row], chunks: list[int], wanted: list[list[int]], bloc
             ids.append(row.tokens[position])
             positions.append(position)
             slots.append(row.blocks[position // block_size] * block_size + position % block_size)
-    width = max(len(row.blocks) for row in rows)
+    width, slots_of = max(len(row.blocks) for row in rows), [row.slot for row in rows]
     contexts = [row.computed + chunk for row, chunk in zip(rows, chunks, strict=True)]
     return Batch(
         token_ids=torch.tensor(ids),
@@ -108,6 +116,7 @@ def make_batch(rows: list[Row], chunks: list[int], wanted: list[list[int]], bloc
         kv_lens=torch.tensor(contexts, dtype=torch.int32),
         block_tables=torch.tensor([row.blocks + [0] * (width - len(row.blocks)) for row in rows], dtype=torch.int32),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+        states=None if memory is None else StateRows(memory, slots_of, chunks, torch.tensor(slots_of)),
     )
 
 

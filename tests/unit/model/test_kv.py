@@ -202,6 +202,27 @@ def test_bytes_become_whole_blocks_and_auto_length_is_the_least_of_model_and_poo
     assert size(10 * ORACLE.block_bytes, "auto", 100) == Sizing(10, 100)
 
 
+@pytest.mark.parametrize(
+    ("blocks", "state_size", "slots"),
+    [(100, ORACLE.block_bytes // 8, 20), (100, ORACLE.block_bytes // 4, 20), (8, 0, None)],
+)
+def test_states_of_recurrent_layers_take_at_most_half_of_the_memory(blocks, state_size, slots):
+    layout = replace(ORACLE, state_size=state_size)
+    found = size_kv(
+        layout,
+        kv_memory=blocks * layout.block_bytes,
+        max_model_len="auto",
+        model_max_len=2048,
+        device=CPU,
+        sequences=10,
+    )
+    states = 0 if slots is None else 2 * slots * layout.state_bytes // layout.block_bytes
+    assert (found.state_slots, found.total_blocks) == (slots, blocks - states)
+    assert states <= blocks / 2
+    with pytest.raises(ConfigError, match=r"kv_memory: 1 bytes are (too few for states|less than one block)"):
+        size_kv(layout, kv_memory=1, max_model_len="auto", model_max_len=2048, device=CPU)
+
+
 def test_auto_memory_is_a_bounded_share():
     found = size("auto", "auto").total_blocks * ORACLE.block_bytes
     assert 0 < found <= min(CPU_CAP_BYTES, psutil.virtual_memory().total * CPU_SHARE)

@@ -26,7 +26,7 @@ def test_a_prompt_becomes_a_token_and_a_push_whose_end_frees_its_blocks(side, ro
     first = expected(tokens=1)
     assert router.ids() == first
     assert push.end.spec == SequenceSpec(spec_of().prompt, GREEDY, tuple(first))
-    assert ([(t.index, t.token_id) for t in push.end.first], push.end.thinking) == ([(0, first[0])], None)
+    assert ([(t.index, t.token_id) for t in push.end.first], push.end.state) == ([(0, first[0])], None)
     assert len(push.blocks) == side.engine.layout.blocks_for(9)
     assert side.counts.owned >= len(push.blocks)
     side.pusher.done(H, done_of())

@@ -153,7 +153,7 @@ def test_a_state_that_does_not_fit_fails_that_handoff_by_name(router, workers, c
     workers.begin(router, H, spec_of())
     workers.prefill.run()
     push = workers.prefill.pusher.pushes[H]
-    push.end = replace(push.end, thinking=replace(push.end.thinking, **change) if change else None)
+    push.end = replace(push.end, state=replace(push.end.state, **change) if change else None)
     workers.finish()
     assert router.failure.kind == "HandoffError"
     assert (next(iter(change)) if change else "without a thinking state") in router.failure.message

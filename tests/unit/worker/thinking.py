@@ -31,7 +31,7 @@ def thinks(engine, *, always=False):
                 told[sequence] = end // CHUNK
         return result
 
-    def thinking_state(key):
+    def state_of(key):
         """Return the state in a handoff after thoughts about all whole chunks."""
         engine.held(key)
         position = engine._requests[key].sequence.computed
@@ -39,4 +39,4 @@ def thinks(engine, *, always=False):
         ids = tuple(thought.token_ids for thought in thoughts_about(chunk))
         return ThinkingState("thinker", chunk, offset, bytes([position]) * 32, b"", ids)
 
-    engine.step, engine.thinking_state = thinking_step, thinking_state
+    engine.step, engine.state_of = thinking_step, state_of

@@ -6,8 +6,22 @@ own function is 20 to 50 lines (docs/how-to/add-a-model.md).
 
 from __future__ import annotations
 
-from baton.engine.models.families import cohere, deepseek, gemma, glm, gpt_oss, granite, llama, llama4, olmo, phi, qwen
+from baton.engine.models.families import (
+    cohere,
+    deepseek,
+    gemma,
+    glm,
+    gpt_oss,
+    granite,
+    hybrid,
+    llama,
+    llama4,
+    olmo,
+    phi,
+    qwen,
+)
 from baton.engine.models.spec import Family
 
 FAMILIES: dict[str, Family] = llama.FAMILIES | qwen.FAMILIES | deepseek.FAMILIES | granite.FAMILIES | gemma.FAMILIES
 FAMILIES |= phi.FAMILIES | olmo.FAMILIES | cohere.FAMILIES | glm.FAMILIES | gpt_oss.FAMILIES | llama4.FAMILIES
+FAMILIES |= hybrid.FAMILIES

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 from baton.engine.models.json_fields import Fields, shown
+from baton.engine.models.recurrent.spec import RecurrentSpec
 from baton.engine.models.rope import RopeConfig, parse_rope
 from baton.engine.models.spec import (
     GATES,
@@ -120,6 +122,26 @@ def layer_types(
     if unknown:
         raise fields.error("layer_types", f"{unknown[0]!r} is not supported")
     return types
+
+
+def recurrent_layers(
+    fields: Fields, types: tuple[str, ...], kind: str, spec: RecurrentSpec
+) -> tuple[RecurrentSpec | None, ...]:
+    """Return `spec` for each layer of this kind, and None for those with attention, of which there must be one."""
+    if set(types) == {kind}:
+        raise fields.error("layer_types", "must have attention in at least one layer")
+    return tuple(spec if each == kind else None for each in types)
+
+
+def time_steps(fields: Fields) -> tuple[float, float]:
+    """Return the limits of the time steps of Mamba 2."""
+    found = fields.values.get("time_step_limit") or [0.0, math.inf]
+    # transformers writes infinity as an object.
+    each = found if isinstance(found, list) else []
+    limits = [math.inf if limit == {"__float__": "Infinity"} else limit for limit in each]
+    if [type(limit) for limit in limits] != [float, float] or limits[0] > limits[1]:
+        raise fields.error("time_step_limit", f"must be two numbers, the lower one first, got {shown(found)}")
+    return limits[0], limits[1]
 
 
 def every(layers: int, step: int, most: str = SLIDING, other: str = FULL) -> tuple[str, ...]:

@@ -1,12 +1,17 @@
-"""Llama's closer relatives: Granite, SmolLM3, Seed-OSS, Arcee, ERNIE 4.5, HunYuan, Ministral and Apertus."""
+"""Llama's closer relatives: Granite, SmolLM3, Seed-OSS, Arcee, ERNIE 4.5, HunYuan, Ministral and Apertus.
+
+Granite 4 has Mamba 2 in most layers.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from baton.engine.models.config_variants import ExpertsConfig, expert_count, experts_per_token
 from baton.engine.models.families import common
 from baton.engine.models.families.common import activation, expect, plain_decoder, ungated, window_or_none
 from baton.engine.models.json_fields import Fields
+from baton.engine.models.recurrent.spec import MambaSpec
 from baton.engine.models.rope import MAX_FACTOR, NO_ROPE
 from baton.engine.models.spec import DecoderSpec, Family, HeadNormSpec, HeadSpec, MlpSpec, Names, Sizes, Temperature
 
@@ -19,6 +24,52 @@ def _granite(fields: Fields, sizes: Sizes, family: Family) -> DecoderSpec:
         residual_scale=fields.number("residual_multiplier", 1.0),
         head=HeadSpec(scale=1 / fields.number("logits_scaling", 1.0)),
     )
+
+
+def _granite_hybrid(fields: Fields, sizes: Sizes, family: Family) -> DecoderSpec:
+    """Return the spec of Granite 4. Without experts, the shared network is the only one."""
+    expect(fields, "hidden_act", "silu")
+    spec, rope = _granite(fields, sizes, family), fields.text("position_embedding_type", "nope")
+    if rope not in ("rope", "nope"):
+        raise fields.error("position_embedding_type", f"{rope!r} is not supported (supported: rope, nope)")
+    names = common.layer_types(fields, (_MAMBA[0],) * sizes.layers, (common.FULL, "attention", *_MAMBA))
+    types = tuple(_MAMBA[0] if name in _MAMBA else common.FULL for name in names)
+    spec = replace(
+        spec.with_attention(rope=0 if rope == "rope" else 1),
+        ropes=(*spec.ropes, NO_ROPE),
+        recurrent=common.recurrent_layers(fields, types, _MAMBA[0], _mamba(fields, sizes, spec)),
+        inner=fields.integer("shared_intermediate_size", 1024),
+        names=_HYBRID,
+    )
+    if fields.values.get("num_local_experts", 8) == 0:
+        return replace(spec, names=replace(_HYBRID, mlp=_HYBRID.shared))
+    count, inner = expert_count(fields, ("num_local_experts", "num_experts"), 8), fields.integer("intermediate_size")
+    experts = ExpertsConfig(
+        count, experts_per_token(fields, 2, count), inner, (True,) * sizes.layers, normalised=True,
+        shared_inner=spec.inner or 0,
+    )  # fmt: skip
+    return replace(spec, experts=experts)
+
+
+_MAMBA = ("linear_attention", "mamba")
+_HYBRID = Names(
+    mlp="block_sparse_moe", router="router.layer", shared="shared_mlp", up=("input_linear",), down="output_linear",
+    stacked=("input_linear.weight", "output_linear.weight"), recurrent="mamba",
+)  # fmt: skip
+
+
+def _mamba(fields: Fields, sizes: Sizes, spec: DecoderSpec) -> MambaSpec:
+    heads, groups = fields.integer("mamba_n_heads", 128), fields.integer("mamba_n_groups", 1)
+    inner = fields.integer("mamba_expand", 2) * sizes.hidden_size
+    auto = fields.values.get("mamba_d_head", "auto") in ("auto", None)
+    head_dim = inner // heads if auto else fields.integer("mamba_d_head")
+    if heads * head_dim != inner or heads % groups:
+        text = f"({heads}) heads of {head_dim} in {groups} groups do not divide the {inner} channels"
+        raise fields.error("mamba_n_heads", text)
+    states, width = fields.integer("mamba_d_state", 256), fields.integer("mamba_d_conv", 4, low=2, high=64)
+    biases = fields.flag("mamba_conv_bias", True), fields.flag("mamba_proj_bias", False)
+    limits = common.time_steps(fields)
+    return MambaSpec(heads, head_dim, groups, states, width, spec.norm.eps, *biases, limits)
 
 
 def _smollm3(fields: Fields, sizes: Sizes, family: Family) -> DecoderSpec:
@@ -89,6 +140,11 @@ FAMILIES = {
     "granite": Family(
         "GraniteForCausalLM", 2048, _granite, qkv_bias=None, o_bias=None, mlp_bias=None,
         differs="factors of embedding, scores, residuals and logits"
+    ),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridForCausalLM", 2048, _granite_hybrid, qkv_bias=None, o_bias=None, slides="types", window=None,
+        state="convolution tails and matrices",
+        differs="as Granite; Mamba 2 in most layers; mixture of experts with shared ones, or none"
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM", 32768, _smollm3, qkv_bias=None, o_bias=None, mlp_bias=None, kv_heads=4, rope_theta=2e6,

@@ -36,7 +36,7 @@ def _llama4(fields: Fields, sizes: Sizes, family: Family) -> DecoderSpec:
         ropes=(*spec.ropes, NO_ROPE),
         interleaved=True,
         experts=_experts(fields, sizes.layers),
-        names=Names(mlp="feed_forward", router="router", shared="shared_expert"),
+        names=Names(mlp="feed_forward", router="router", shared="feed_forward.shared_expert"),
     )
 
 

@@ -1,0 +1,133 @@
+"""The gated delta net (arXiv 2412.06464) of Qwen3-Next and Qwen3.5, as in `transformers`, in float32.
+
+    q, k, v = silu(conv(in(x)));  q, k of length 1;  beta = sigmoid(b(x));  g = -exp(A) * softplus(a(x) + dt)
+    S = exp(g) S + k beta (v - k^T exp(g) S)        for each token and value head, S [key_dim, value_dim]
+    y = out(norm(q^T S / sqrt(key_dim)) * silu(z(x)))
+
+Prompts are computed in chunks. A chunk solves one triangular system for what its tokens write, instead of a loop.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from baton.engine.models.llama import Parts, Step
+from baton.engine.models.recurrent.conv import CausalConv, sequences
+from baton.engine.models.recurrent.spec import GatedDeltaSpec
+
+CHUNK = 64
+LENGTH_EPS = 1e-6
+
+
+class _Rows(NamedTuple):
+    """Float32 rows of all value heads: q and k [heads, N, key_dim], v [heads, N, value_dim], g and beta [heads, N]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    decay: Tensor
+    beta: Tensor
+
+    def part(self, begin: int, end: int) -> _Rows:
+        return _Rows(*(each[:, begin:end] for each in self))
+
+
+class GatedDelta:
+    """A layer in place of attention."""
+
+    def __init__(self, spec: GatedDeltaSpec, parts: Parts, name: str, hidden: int, offset: int) -> None:
+        self.spec, weights, heads = spec, parts.weights, spec.value_heads
+        if spec.grouped:
+            wide, narrow = 2 * (spec.keys + spec.values), 2 * heads
+            per_key = spec.value_heads // spec.key_heads
+            order = _ungrouped(spec.key_heads, [spec.key_dim] * 2 + [per_key * spec.value_dim] * 2)
+            self.inputs = parts.linear((f"{name}.in_proj_qkvz",), (wide,), hidden, bias=False, order=order)
+            order = _ungrouped(spec.key_heads, [per_key] * 2)
+            self.rates = parts.linear((f"{name}.in_proj_ba",), (narrow,), hidden, bias=False, order=order)
+        else:
+            names, widths = (f"{name}.in_proj_qkv", f"{name}.in_proj_z"), (spec.channels, spec.values)
+            self.inputs = parts.linear(names, widths, hidden, bias=False)
+            self.rates = parts.linear((f"{name}.in_proj_b", f"{name}.in_proj_a"), (heads, heads), hidden, bias=False)
+        self.conv = CausalConv(weights, f"{name}.conv1d", spec.channels, spec.width, bias=False, offset=offset)
+        begin = self.conv.part.stop
+        self.part = slice(begin, begin + spec.values * spec.key_dim)
+        self.decay, self.dt = weights.float32(f"{name}.A_log", heads), weights.float32(f"{name}.dt_bias", heads)
+        self.norm = weights.float32(f"{name}.norm.weight", spec.value_dim)
+        weights.settle()
+        self.decay = -self.decay.exp()
+        self.out = parts.summed(f"{name}.out_proj", hidden, spec.values, bias=False)
+
+    def __call__(self, x: Tensor, step: Step, keys: Tensor, values: Tensor) -> Tensor:
+        assert step.states is not None
+        take, rows, spec = step.scratch.take, len(x), self.spec
+        inputs = self.inputs(x, take("delta_inputs", rows, self.inputs.width))
+        rates = self.rates(x, take("delta_rates", rows, self.rates.width)).float()
+        mixed = F.silu(self.conv(inputs[:, : spec.channels].float(), step.states))
+        found = self._recurrent(self._rows(mixed, rates), step)
+        normed = found * torch.rsqrt(found.pow(2).mean(-1, keepdim=True) + spec.eps) * self.norm
+        gate = F.silu(inputs[:, spec.channels :].float())
+        gated = take("delta_outputs", rows, spec.values).copy_(normed.view(rows, -1) * gate)
+        return self.out(gated, take("delta", rows, self.out.width))
+
+    def _rows(self, mixed: Tensor, rates: Tensor) -> _Rows:
+        spec, beta = self.spec, rates[:, : self.spec.value_heads].sigmoid()
+        decay = self.decay * F.softplus(rates[:, spec.value_heads :] + self.dt)
+        query, key, value = torch.split(mixed, [spec.keys, spec.keys, spec.values], dim=-1)
+        query, key = (self._heads(each) for each in (query, key))
+        value = value.view(len(mixed), spec.value_heads, -1).transpose(0, 1)
+        return _Rows(query * spec.key_dim**-0.5, key, value, decay.t(), beta.t())
+
+    def _heads(self, rows: Tensor) -> Tensor:
+        """Return [value_heads, N, key_dim], each of length 1."""
+        heads = rows.view(len(rows), self.spec.key_heads, -1)
+        heads = heads * torch.rsqrt((heads * heads).sum(-1, keepdim=True) + LENGTH_EPS)
+        return heads.repeat_interleave(self.spec.value_heads // self.spec.key_heads, dim=1).transpose(0, 1)
+
+    def _recurrent(self, rows: _Rows, step: Step) -> Tensor:
+        """Return what the queries read, [N, heads, value_dim], and update the states."""
+        assert step.states is not None
+        spec, states = self.spec, step.states
+        memory = states.memory[:, self.part].view(-1, spec.value_heads, spec.key_dim, spec.value_dim)
+        if states.single:
+            out, memory[states.index] = _token(rows, memory[states.index])
+            return out
+        out = torch.empty_like(rows.value)
+        for slot, part in sequences(states):
+            for begin in range(part.start, part.stop, CHUNK):
+                end = min(begin + CHUNK, part.stop)
+                out[:, begin:end], memory[slot] = _chunk(rows.part(begin, end), memory[slot])
+        return out.transpose(0, 1).contiguous()
+
+
+def _token(rows: _Rows, states: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what one token of each sequence reads, [N, heads, value_dim], and their states [N, heads, ...]."""
+    query, key, value, decay, beta = (each.transpose(0, 1) for each in rows)
+    states = states * decay.exp()[..., None, None]
+    written = (value - (key[:, :, None] @ states)[:, :, 0]) * beta[..., None]
+    states += key[..., None] * written[:, :, None]
+    return (query[:, :, None] @ states)[:, :, 0], states
+
+
+def _chunk(rows: _Rows, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what the tokens of a chunk read, [heads, N, value_dim], and the state after it."""
+    query, key, value, decay, beta = rows
+    total = decay.cumsum(1)
+    later = torch.ones(key.shape[1], key.shape[1], dtype=torch.bool, device=key.device).triu(1)
+    between = (total[:, :, None] - total[:, None]).masked_fill(later, float("-inf")).exp()
+    scaled = key * beta[..., None]
+    system = (scaled @ key.transpose(1, 2)) * between
+    wanted = value * beta[..., None] - (scaled * total.exp()[..., None]) @ state
+    written = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    read = ((query @ key.transpose(1, 2)) * between) @ written + (query * total.exp()[..., None]) @ state
+    left = key * (total[:, -1:] - total).exp()[..., None]
+    return read, state * total[:, -1].exp()[:, None, None] + left.transpose(1, 2) @ written
+
+
+def _ungrouped(groups: int, widths: list[int]) -> Tensor:
+    """Return the order of rows that puts the parts of all groups together. Each group has parts of these widths."""
+    every = torch.arange(groups * sum(widths)).view(groups, -1)
+    return torch.cat([part.flatten() for part in torch.split(every, widths, dim=1)])

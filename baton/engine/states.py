@@ -1,0 +1,137 @@
+"""States of recurrent layers, on the engine's side.
+
+A sequence has one row of numbers in `States.memory`, in the slot of its blocks. A forward reads and updates it. It can
+continue only from the state after the last computed token. So a prompt can use cached blocks only up to a *checkpoint*:
+a copy of the state at the end of a block. Checkpoints are made each `EVERY` tokens, and after the last full block of a
+prompt, where the next identical prompt begins.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from baton.core import KVLayout, RecurrentState, SequenceSpec, SequenceState
+from baton.engine.batch import StateRows
+from baton.engine.sequence import UNLIMITED, ScheduledSequence, Sequence, SequencePolicy
+
+EVERY = 256  # tokens, rounded to whole blocks
+
+
+class States:
+    """The states of one engine's sequences, and up to `most` checkpoints, which cost as much memory each."""
+
+    def __init__(self, layout: KVLayout, slots: int, device: torch.device, most: int) -> None:
+        block_size = layout.block_size
+        self.memory = torch.zeros(slots, layout.state_size, device=device)
+        self.block_size, self.every = block_size, max(1, EVERY // block_size) * block_size
+        self._most = most
+        self._checkpoints: OrderedDict[bytes, Tensor] = OrderedDict()
+
+    def begin(self, spec: SequenceSpec) -> Recurrence:
+        """Return the policy of a sequence that is computed from its first token."""
+        return Recurrence(self, (len(spec) - 1) // self.block_size * self.block_size if self._most else UNLIMITED)
+
+    def adopt(self, spec: SequenceSpec, carried: SequenceState | None) -> Recurrence:
+        """Return the policy of a sequence with KV and state from elsewhere. Raises ValueError if the state is missing
+        or does not fit.
+        """
+        if not isinstance(carried, RecurrentState):
+            raise ValueError("the model has recurrent layers, but the KV was sent without their state")
+        facts = {
+            "position": (carried.position, len(spec) - 1),
+            "bytes": (len(carried.data), self.memory[0].nbytes),
+        }
+        if wrong := [f"{name} {given}, not {right}" for name, (given, right) in facts.items() if given != right]:
+            raise ValueError(f"the state of the recurrent layers does not fit: {'; '.join(wrong)}")
+        policy = self.begin(spec)
+        policy.carried = torch.frombuffer(bytearray(carried.data), dtype=torch.float32)
+        return policy
+
+    def state(self, sequence: Sequence) -> RecurrentState:
+        """Return a copy of the state after the computed tokens."""
+        return RecurrentState(sequence.computed, self.of(sequence).cpu().numpy().tobytes())
+
+    def of(self, sequence: Sequence) -> Tensor:
+        """Return the row of a sequence, which must have blocks."""
+        assert sequence.allocation is not None
+        assert sequence.allocation.slot is not None
+        return self.memory[sequence.allocation.slot]
+
+    def rows(self, work: ListOf[ScheduledSequence]) -> StateRows:
+        """Return the rows that a forward of `work` reads and updates."""
+        slots = [item.sequence.allocation.slot for item in work if item.sequence.allocation is not None]
+        found = [slot for slot in slots if slot is not None]
+        assert len(found) == len(set(found)) == len(work)
+        index = torch.tensor(found, device=self.memory.device)
+        return StateRows(self.memory, found, [item.count for item in work], index)
+
+    def keep(self, block_hash: bytes, row: Tensor) -> None:
+        """Make a checkpoint at the end of the block with this hash."""
+        if block_hash not in self._checkpoints:
+            self._checkpoints[block_hash] = row.clone()
+        self._checkpoints.move_to_end(block_hash)
+        if len(self._checkpoints) > self._most:
+            self._checkpoints.popitem(last=False)
+
+    def checkpoint(self, block_hash: bytes) -> Tensor | None:
+        return self._checkpoints.get(block_hash)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop the checkpoints of a sequence, because its state is in doubt."""
+        if sequence.chain is not None:
+            for block in range(sequence.known // self.block_size):
+                self._checkpoints.pop(sequence.chain.digest(block), None)
+
+
+@dataclass(slots=True, eq=False)
+class Recurrence(SequencePolicy):
+    """The policy of a sequence with recurrent layers. Its forwards end at checkpoints, of which the one at position
+    `last` is that of the prompt's end. `last` is UNLIMITED if no checkpoints are made.
+    """
+
+    states: States
+    last: int
+    carried: Tensor | None = None  # until it is in the slot
+    sequence: Sequence | None = None
+    hashes: list[bytes] = field(default_factory=list)  # of the blocks that were looked up
+
+    def most(self, computed: int) -> int:
+        if self.last == UNLIMITED:
+            return UNLIMITED
+        regular = self.states.every - computed % self.states.every
+        return min(regular, self.last - computed) if computed < self.last else regular
+
+    def usable(self, hashes: Iterable[bytes]) -> Iterable[bytes]:
+        self.hashes = list(hashes)
+        return self.hashes
+
+    def aligned(self, cached: int, block_size: int) -> int:
+        while cached and self.states.checkpoint(self.hashes[cached // block_size - 1]) is None:
+            cached -= block_size
+        return cached
+
+    def admitted(self, sequence: Sequence, block_size: int) -> None:
+        """Begin with the checkpoint behind the cached blocks, or with zeros."""
+        self.sequence, row = sequence, self.states.of(sequence)
+        found = self.states.checkpoint(self.hashes[sequence.computed // block_size - 1]) if sequence.computed else None
+        assert found is not None or not sequence.computed
+        self.carried, self.hashes = None, []
+        row.zero_() if found is None else row.copy_(found)
+
+    def adopted(self, sequence: Sequence) -> None:
+        self.sequence = sequence
+        if self.carried is not None:
+            self.states.of(sequence).copy_(self.carried)
+        self.carried = None
+
+    def published(self, hashes: ListOf[bytes], first: int, block_size: int) -> None:
+        """Make a checkpoint if the computed tokens end with the last of these blocks, and one is due there."""
+        sequence, end = self.sequence, (first + len(hashes)) * block_size
+        if sequence is not None and sequence.computed == end and (end == self.last or end % self.states.every == 0):
+            self.states.keep(hashes[-1], self.states.of(sequence))
