@@ -1,5 +1,6 @@
 """GGUF files, against transformers on the widened weights. transformers reads the same tensors from such files."""
 
+import json
 import random
 import re
 from pathlib import Path
@@ -276,9 +277,11 @@ def test_the_tokenizer_of_a_sentencepiece_vocabulary(tmp_path: Path):
         bos: dict[str, Any] = {"tokenizer.ggml.bos_token_id": 1}
         Export(tmp_path, tmp_path / "m.gguf", "llama", **bos)
     mine = load_tokenizer(tmp_path / "m.gguf")
-    for text in ("abc de", "  abcé", "</s>de", ""):
+    for text in ("abc de", "abcé", "</s>", ""):
         assert mine.encode(text) == [1, *hub.encode(text, add_special_tokens=False)], text
         assert mine.decode(mine.encode(text)) == hub.decode(mine.encode(text), skip_special_tokens=True)
+    assert mine.encode(" abc") == [1, vocab["▁"], vocab["▁abc"]], "a space comes before any text, as in llama.cpp"
+    assert mine.encode("</s>de") == [1, 2, vocab["▁de"]]
 
 
 def _sentencepiece(writer: Any, tokens: list[str], scores: list[float], kinds: list[int]) -> None:
@@ -286,6 +289,22 @@ def _sentencepiece(writer: Any, tokens: list[str], scores: list[float], kinds: l
     writer.add_token_list(tokens)
     writer.add_token_scores(scores)
     writer.add_token_types(kinds)
+
+
+@pytest.mark.slow
+def test_words_of_llama_3_are_found_whole(tmp_path: Path):
+    """A word of the vocabulary is one token, also if no merges lead to it. The first token is added by default."""
+    edited = json.loads((DEMO / "tokenizer.json").read_text())
+    word = next(
+        text for text, i in edited["model"]["vocab"].items() if text.isascii() and text.isalpha() and len(text) > 4
+    )
+    edited["model"]["merges"] = [pair for pair in edited["model"]["merges"] if "".join(pair) != word]
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / file).write_bytes((DEMO / file).read_bytes())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(edited))
+    keys: dict[str, Any] = {"tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.bos_token_id": 7}
+    Export(tmp_path, tmp_path / "m.gguf", "llama", **keys)
+    assert load_tokenizer(tmp_path / "m.gguf").encode(word) == [7, edited["model"]["vocab"][word]]
 
 
 @pytest.mark.slow
