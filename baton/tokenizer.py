@@ -33,9 +33,10 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _MARKS = frozenset(
     ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]", "<think>", "</think>", "<tool_call>", "</tool_call>",
      "<|tool_call|>", "<|python_tag|>", "<|python_start|>", "<|python_end|>", "<arg_key>", "</arg_key>", "<arg_value>",
-     "</arg_value>", "<seed:think>", "</seed:think>",
-     *(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")),
-     *(f"<|tool_call{name}|>" for name in ("s_section_begin", "s_section_end", "_begin", "_end", "_argument_begin")))
+     "</arg_value>", "<seed:think>", "</seed:think>", "<seed:tool_call>", "</seed:tool_call>", "<minimax:tool_call>",
+     "</minimax:tool_call>", "<|tool_call_start|>", "<|tool_call_end|>", "<|tool_call_begin|>",
+     "<|tool_call_argument_begin|>", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
+     *(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")))
 )  # fmt: skip
 _HARMONY = "<|channel|>"
 _HARMONY_MARKS = frozenset((_HARMONY, "<|start|>", "<|end|>", "<|message|>", "<|constrain|>"))

@@ -173,7 +173,8 @@ class Model:
     id: str
     max_model_len: int
     vocab_size: int
-    tool_form: str = ""  # tool-call syntax: hermes, mistral, llama, or json for others; empty means no tools
+    tool_form: str = ""  # form of tool calls, such as hermes, or json for an unknown one; empty means no tools
+    reasoning_form: str = ""  # form of reasoning, such as think; empty means none
     thinking_chunk: int = 0  # chunk size in tokens for thoughts; 0 means that it does not think
     aliases: tuple[str, ...] = ()  # other names that requests may use
     defaults: Mapping[str, float] = field(default_factory=dict)  # sampling of requests that leave it out, by field

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import orjson
 
@@ -84,7 +84,7 @@ def chat_job(body: ChatBody, tool_form: str = "", reasoning_form: str = "") -> J
     schema = _schema(body, tool_form)
     if schema is not None:
         field = "tools" if body.forced else "response_format.json_schema.schema"
-        request.constraint.json_schema = _json(schema, field)
+        request.constraint.json_schema = json_text(schema, field)
     if body.logprobs:
         request.logprobs = body.top_logprobs or 0
     names = _names("max_completion_tokens" if given else "max_tokens", _constrained_by(body))
@@ -118,6 +118,15 @@ def http_names(names: dict[str, str]) -> Iterator[None]:
         raise InvalidRequest(*named) from None
 
 
+def translated(job: Job, wire: AnswerWire, names: dict[str, str]) -> Job:
+    """Return a job of chat for another API: `names` are its fields by those of chat."""
+
+    def rename(number: int, field: str) -> str:
+        return _http_name(job.rename(number, field), names)
+
+    return replace(job, wire=wire, rename=rename, usage=True)
+
+
 def tokenize_call(body: TokenizeBody) -> pb.TokenizeRequest:
     """Return the call for a body of `/tokenize`. Raises InvalidRequest."""
     if body.messages is None:
@@ -135,9 +144,9 @@ def _chat(body: ChatBody | TokenizeBody, tools: Sequence[Tool]) -> pb.ChatMessag
     )
     chat.messages.extend(_turn(message, called.get(message.tool_call_id or "")) for message in messages)
     if tools:
-        chat.tools = _json([_shown(tool) for tool in tools], "tools")
+        chat.tools = json_text([_shown(tool) for tool in tools], "tools")
     if kwargs is not None:
-        chat.template_kwargs = _json(kwargs, "chat_template_kwargs")
+        chat.template_kwargs = json_text(kwargs, "chat_template_kwargs")
     return chat
 
 
@@ -212,7 +221,7 @@ def _constraint(body: Common) -> pb.Constraint | None:
     if wanted.choice is not None:
         return pb.Constraint(choices=pb.Choices(texts=wanted.choice))
     shape = {"type": "object"} if wanted.json_schema is None else wanted.json_schema
-    return pb.Constraint(json_schema=shape if isinstance(shape, str) else _json(shape, field))
+    return pb.Constraint(json_schema=shape if isinstance(shape, str) else json_text(shape, field))
 
 
 def _constrained_by(body: ChatBody) -> str:
@@ -222,7 +231,8 @@ def _constrained_by(body: ChatBody) -> str:
     return "response_format" if body.wanted_text is None else body.wanted_text[0]
 
 
-def _json(value: object, field: str) -> str:
+def json_text(value: object, field: str) -> str:
+    """Return `value` as JSON. Raises InvalidRequest naming `field` if it is nested too deeply."""
     try:
         return orjson.dumps(value).decode()
     except orjson.JSONEncodeError:  # orjson reads 1024 levels and writes 254

@@ -131,8 +131,15 @@ def _requests_nothing(value: object, neutral: Sequence[object]) -> bool:
 
 
 def _violation(detail: Any, kind: type[BaseModel]) -> Violation:
-    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in detail["loc"])
+    loc, tags = detail["loc"], kind.tags if issubclass(kind, schema.Body) else ()
+    steps = (
+        f"[{step}]" if isinstance(step, int) else f".{step}"
+        for place, step in enumerate(loc)
+        if not (step in tags and place and isinstance(loc[place - 1], int))
+    )
     place, message = "".join(steps).removeprefix(".")[:128], str(detail["msg"]).removeprefix("Value error, ")
+    if detail["type"] == "union_tag_invalid":
+        return Violation(place, f"type: must be one of {message.rpartition('tags: ')[2]}")
     if detail["type"] == "extra_forbidden":
         return Violation(place or "''", _unknown(detail["loc"], kind))
     if detail["type"] == "missing":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -29,6 +29,7 @@ class Body(BaseModel):
     """Base of all bodies: closed, strict and frozen."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    tags: ClassVar[frozenset[str]] = frozenset()  # kinds of items, which pydantic adds to the places of mistakes
 
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)

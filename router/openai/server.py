@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 import uvicorn
@@ -27,7 +27,7 @@ from baton.client._retry import targets_of
 from baton.clock import SystemClock
 from baton.config.schema import TlsConfig
 from baton.config.values import is_loopback
-from baton.errors import BatonError, ConfigError, UnknownModel, for_client
+from baton.errors import BatonError, ConfigError, UnknownModel, Unsupported, for_client
 from baton.limits import MAX_HTTP_HEADER_BYTES, MAX_HTTP_WAITING
 from baton.metrics import Metrics
 from baton.metrics.http import render
@@ -45,6 +45,8 @@ from router.openai.messages_api.chat import count_body, messages_job
 from router.openai.messages_api.schema import CountBody, MessagesBody
 from router.openai.parsing import B, read_body
 from router.openai.responses import Answer, AnswerResponse, RequestMetrics
+from router.openai.responses_api.chat import responses_job
+from router.openai.responses_api.schema import ResponsesBody
 from router.openai.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from router.openai.upstream import (
     LAST_EVENT_ID,
@@ -56,6 +58,11 @@ from router.openai.upstream import (
     metadata_of,
 )
 
+C = TypeVar("C", ChatBody, MessagesBody, ResponsesBody)
+_EMBEDDINGS = (
+    "embeddings are not supported: they need a checkpoint that was trained for them, workers that return the hidden"
+    " states of a prompt, and a pooling step"
+)
 _MESSAGES = "/v1/messages"
 _PLAIN = "text/plain; charset=utf-8"
 _KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that the client closes first and loses no request
@@ -105,6 +112,8 @@ class Gateway:
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route(_MESSAGES, self.messages, methods=["POST"]),
             Route(f"{_MESSAGES}/count_tokens", self.count_tokens, methods=["POST"]),
+            Route("/v1/responses", self.responses, methods=["POST"]),
+            Route("/v1/embeddings", self.embeddings, methods=["POST"]),
             Route("/health", self.health),
             Route("/ready", self.ready),
             Route("/metrics", self.metrics),
@@ -123,22 +132,26 @@ class Gateway:
                 return self._answering(request, completion_job(body), name, measured, leave)
 
     async def chat(self, request: Request) -> Response:
+        return await self._chat(request, ChatBody, chat_job)
+
+    async def _chat(self, request: Request, kind: type[C], job_of: Callable[[C, str, str], Job]) -> Response:
+        """Answer a body of chat, or of an API that is translated to it."""
         with RequestMetrics(SystemClock(), self._settings.counts) as measured:
             self._waiting.check()
-            body = await self._read(request, ChatBody)
+            body = await self._read(request, kind)
             with self._waiting.entered() as leave:
                 served = await self._served.get(_metadata(request))
-                job = chat_job(body, served.tool_form, served.reasoning_form)
+                job = job_of(body, served.tool_form, served.reasoning_form)
                 return self._answering(request, job, body.model or served.id, measured, leave)
 
     async def messages(self, request: Request) -> Response:
-        with RequestMetrics(SystemClock(), self._settings.counts) as measured:
-            self._waiting.check()
-            body = await self._read(request, MessagesBody)
-            with self._waiting.entered() as leave:
-                served = await self._served.get(_metadata(request))
-                job = messages_job(body, served.tool_form, served.reasoning_form)
-                return self._answering(request, job, body.model or served.id, measured, leave)
+        return await self._chat(request, MessagesBody, messages_job)
+
+    async def responses(self, request: Request) -> Response:
+        return await self._chat(request, ResponsesBody, responses_job)
+
+    async def embeddings(self, request: Request) -> Response:
+        raise Unsupported(_EMBEDDINGS)
 
     async def count_tokens(self, request: Request) -> Response:
         """Return the number of tokens of the prompt of a Messages body."""

@@ -25,14 +25,14 @@ _REASONING_IN = {
 _CALLS_IN = {
     "harmony": r"<\|channel\|>",
     "glm": "<arg_key>",
-    "qwen3_coder": "<parameter=",
+    "qwen3_coder": "<parameter=|<invoke name=",
     "json": "<function=",  # the name before the arguments, in Llama's own form
     "kimi": r"<\|tool_calls_section_begin\|>",
     "deepseek": "<｜tool▁calls?▁begin｜>",
     "granite": r"<\|tool_call\|>",
-    "hermes": "<tool_call>",
+    "hermes": "<tool_call>|<TOOLCALL>|<tool_calls>",
     "mistral": r"\[TOOL_CALLS\]",
-    "pythonic": r"<\|python_start\|>|\[func_name1\(",
+    "pythonic": r"<\|python_start\|>|<\|tool_call_start\|>|\[func_name1\(",
     "llama": r"""["']parameters["']: """,
 }
 TOOL_FORMS = (*_CALLS_IN,)

@@ -18,7 +18,11 @@ from baton.rpc.v1 import worker_pb2
 from baton.tokenizer import OracleTokenizer, load_tokenizer
 from router.openai.errors import problem_of
 from router.openai.job import chat_job, completion_job
+from router.openai.messages_api.chat import messages_job
+from router.openai.messages_api.schema import MessagesBody
 from router.openai.parsing import checked
+from router.openai.responses_api.chat import responses_job
+from router.openai.responses_api.schema import ResponsesBody
 from router.openai.schema import ChatBody, CompletionBody
 from router.parsing.chat import Chats
 from router.parsing.chat_template import Template
@@ -137,8 +141,13 @@ def generate_drawn(message, number):
     requested(message, number)
 
 
-KINDS: dict[Any, Any] = {CompletionBody: completion_job, ChatBody: chat_job}
-_FIELDS = sorted({*CompletionBody.model_fields, *ChatBody.model_fields, "tools", "echo", "metadata", "schema"})
+KINDS: dict[Any, Any] = {
+    CompletionBody: completion_job,
+    ChatBody: chat_job,
+    MessagesBody: lambda body: messages_job(body, "hermes", "think"),
+    ResponsesBody: lambda body: responses_job(body, "hermes", "think"),
+}
+_FIELDS = sorted({name for kind in KINDS for name in kind.model_fields} | {"echo", "schema"})
 _INNER = ["type", "text", "role", "content", "json_schema", "schema", "include_usage", "1", "4294967296", "name", "x"]
 _SCALARS = st.one_of(
     st.none(),
@@ -154,11 +163,12 @@ _VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(_INNER), inner, max_size=4),
     max_leaves=8,
 )
-_BASES = st.sampled_from([{"prompt": "x"}, {"messages": [{"role": "user", "content": "x"}]}, {}])
+_CHAT = {"messages": [{"role": "user", "content": "x"}]}
+_BASES = st.sampled_from([{"prompt": "x"}, _CHAT, {**_CHAT, "max_tokens": 1}, {"input": "x"}, {}])
 
 
 def http_bytes(data: bytes) -> None:
-    """Both endpoints give requests that the router reads, or a 400 that names a field of the body."""
+    """All endpoints give requests that the router reads, or a 400 that names a field of the body."""
     for kind, job_of in KINDS.items():
         job, error = outcome(lambda k=kind, j=job_of: j(checked(data, k)), InvalidRequest)  # type: ignore[misc]
         if error is not None:
@@ -201,6 +211,8 @@ _BODIES = [
     {"prompt": ["x", "y"], "logprobs": 2, "stream": True, "stream_options": {"include_usage": True}},
     {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}], "max_completion_tokens": 3},
     {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}, "logprobs": True},
+    {"max_tokens": 3, "system": "s", "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]},
+    {"input": [{"role": "user", "content": "x"}], "text": {"format": {"type": "json_object"}}, "stream": True},
 ]
 GENERATE = Target(generate_bytes, generate_drawn, _seeds())
 _WRONG = [b"[]", b'{"prompt":[]}', b'{"prompt":"x","seed":-1}', b'{"prompt":"x","logit_bias":{"-1":1}}']

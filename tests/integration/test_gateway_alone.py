@@ -641,7 +641,7 @@ async def test_leaving_within_the_body_is_no_fault_of_ours(gateway, caplog):
 
 
 async def test_paths_methods_and_types(gateway):
-    status, _, error = await failed_raw(gateway, "GET", "/v1/embeddings")
+    status, _, error = await failed_raw(gateway, "GET", "/v1/rerank")
     assert (status, error["code"]) == (404, "not_found")
     status, headers, error = await failed_raw(gateway, "GET", "/v1/completions")
     assert (status, headers["allow"], error["code"]) == (405, "POST", "method_not_allowed")

@@ -76,7 +76,7 @@ async def test_thoughts_text_and_calls(gateway, size):
         prompt_tokens=3, cached_tokens=2, completion_tokens=9))})  # fmt: skip
     message = await answer(gateway, tools=[TOOL])
     thought, text, use = message["content"]
-    assert (thought["type"], thought["thinking"]) == ("thinking", "hm")
+    assert (thought["type"], thought["thinking"], thought["signature"]) == ("thinking", "hm", "unsigned")
     assert text == {"type": "text", "text": "Let me."}
     assert use == USE | {"id": use["id"]}
     assert (message["type"], message["role"], message["id"], message["stop_reason"]) == (

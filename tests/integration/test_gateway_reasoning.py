@@ -3,7 +3,8 @@
 import pytest
 
 from baton.rpc.v1 import inference_pb2 as pb
-from tests.integration.gateway_support import EOS, HELLO, USAGE, spoken
+from router.parsing import chat
+from tests.integration.gateway_support import EOS, HELLO, USAGE, asking, spoken
 from tests.integration.test_gateway_tools import CALL, WEATHER
 
 DRAFT = f"Maybe: <tool_call>\n{CALL}\n</tool_call> no, ask first"
@@ -55,6 +56,22 @@ async def test_a_thought_that_the_prompt_opened(gateway):
     assert done.usage.completion_tokens_details.reasoning_tokens == len("Hm.</think>")
     found = await streamed(gateway, tools=[WEATHER])
     assert found == ("Hm.", "", ["weather"], "tool_calls", len("Hm.</think>"))
+
+
+async def test_a_router_reports_a_thought_that_the_prompt_opened(make, monkeypatch):
+    """Its workers get the constraint of the answer after the thought."""
+    monkeypatch.setattr(chat, "_PLAIN", "{{ messages[0].content }}")
+    cluster = await make(http="127.0.0.1:0", reasoning_parser="think")
+    async with asking(cluster.router.http) as client:
+        for content, opened in (("<think>", True), ("x", False)):
+            asked = [{"role": "user", "content": content}]
+            done = await client.chat(asked, max_tokens=4, response_format={"type": "json_object"})
+            message = done.choices[0].message
+            assert (message.content, getattr(message, "reasoning_content", "")) == (
+                ("", "<0><1><2><3>!") if opened else ("<0><1><2><3>!", "")
+            )
+            constraint = cluster.prefill[0].specs[-1].constraint
+            assert (list(constraint.after), constraint.json_schema) == (["</think>"] * opened, '{"type":"object"}')
 
 
 async def test_without_a_form_nothing_is_reasoning(gateway):

@@ -182,6 +182,17 @@ async def test_a_stream_goes_on_after_each_of_its_events(two, form, monkeypatch)
     assert two.cluster.prefill[0].count("prefill") == 2 * body.get("n", 1), "nothing is computed again"
 
 
+@pytest.mark.parametrize("two", [{"reasoning_parser": "think"}], indirect=True)
+async def test_a_thought_that_the_prompt_opened_goes_on(two, monkeypatch):
+    body = {"messages": [{"role": "user", "content": "<think>"}]}
+    monkeypatch.setitem(FORMS, "reasoning", ("chat/completions", body, 4))
+    whole = await all_events(two.router.http, "chat/completions", body)
+    assert sum(b'"reasoning_content"' in event for event in whole) > 4
+    seen = await two.cut("reasoning")
+    rest = await all_events(two.router.http, "chat/completions", body, after=id_of(seen[-1]))
+    assert anonymous(seen + rest) == anonymous(whole)
+
+
 async def without_and_with_a_loss(two, path, body, most):
     """Return the events of a request through a gateway, and those of the same one whose router is lost after `most`."""
     gateway = HttpServer("127.0.0.1:0", GatewaySettings())

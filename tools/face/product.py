@@ -25,6 +25,7 @@ from baton.rpc import v1
 from baton.rpc.status import to_rpc_status
 from router.openai.errors import Problem, problem_of
 from router.openai.messages_api.schema import MessagesBody
+from router.openai.responses_api.schema import ResponsesBody
 from router.openai.schema import ChatBody, CompletionBody
 from router.openai.server import Gateway, GatewaySettings
 from router.openai.upstream import Upstream
@@ -53,7 +54,7 @@ def config_schema() -> dict[str, Any]:
 def body_schemas() -> dict[str, dict[str, Any]]:
     """Return the JSON Schemas of the gateway's request bodies, by path."""
     bodies: dict[str, type[BaseModel]] = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
-    bodies |= {"/v1/messages": MessagesBody}
+    bodies |= {"/v1/messages": MessagesBody, "/v1/responses": ResponsesBody}
     return {path: body.model_json_schema() for path, body in bodies.items()}
 
 

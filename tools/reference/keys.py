@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from baton.cli.setup.config import schema_text
 from router.openai.messages_api.schema import MessagesBody
+from router.openai.responses_api.schema import ResponsesBody
 from router.openai.schema import ChatBody, CompletionBody
 from tools.reference.pages import Page, code, table
 
@@ -47,7 +48,7 @@ def config_page() -> Page:
 def http_page() -> Page:
     """Return the page of the HTTP bodies."""
     bodies: dict[str, type[BaseModel]] = {"completions": CompletionBody, "chat-completions": ChatBody}
-    bodies |= {"messages": MessagesBody}
+    bodies |= {"messages": MessagesBody, "responses": ResponsesBody}
     return Page("http.md", {part: _fields(Tree(body.model_json_schema())) for part, body in bodies.items()})
 
 

@@ -69,7 +69,8 @@ export class Prompt {
       const { choices, usage, error } = JSON.parse(data);
       failed = error?.message ?? failed;
       tokens = usage?.completion_tokens ?? tokens;
-      const text = choices?.[0]?.text ?? choices?.[0]?.delta?.content ?? "";
+      const [{ text: plain, delta } = {}] = choices ?? [];
+      const text = plain ?? delta?.reasoning_content ?? delta?.content ?? "";
       if (!text) continue;
       first ??= performance.now();
       $("answer").append(text);

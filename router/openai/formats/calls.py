@@ -6,7 +6,7 @@
     mistral      [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...] or [TOOL_CALLS]NAME[ARGS]{...}
     deepseek     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>, or as V3
     kimi         <|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}...
-    qwen3_coder  <tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>
+    qwen3_coder  <tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>, or with invoke
     glm          <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>...</tool_call>
     pythonic     [NAME(KEY=VALUE, ...), ...]
     json         any other form: only bare
@@ -30,8 +30,9 @@ Read: TypeAlias = Callable[[Source, Tools], Steps[bool]]
 _ARGUMENTS = "arguments", "parameters"
 _KEYS = frozenset({"name", "type", "id", *_ARGUMENTS})
 _CLOSE = ("</tool_call>",)
-_XML = "<tool_call>", "<seed:tool_call>"
-_OBJECTS = "<tool_call>", "<|tool_call|>", "<|python_tag|>"
+_XML = "<tool_call>", "<seed:tool_call>", "<minimax:tool_call>"
+_INVOKE, _PARAMETER = '<invoke name="', '<parameter name="'
+_OBJECTS = "<tool_call>", "<TOOLCALL>", "<tool_calls>", "<|tool_call|>", "<|python_tag|>"
 _PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -233,20 +234,30 @@ def _kimi_call(s: Source, tools: Tools) -> Steps[bool]:
 
 def _qwen3_coder(s: Source, tools: Tools) -> Steps[bool]:
     yield from s.took(*_XML)
-    yield from s.spaces()
-    if not (yield from s.took("<function=")):
+    if not (yield from s.attempt(_function(s, tools))):
+        yield from s.spaces()
         return (yield from _items(s, tools))
-    name = yield from s.before(">", "\n")
+    while (yield from s.attempt(_function(s, tools))):
+        pass
+    return True
+
+
+def _function(s: Source, tools: Tools) -> Steps[bool]:
+    """Read a call with tags of Qwen or, with `invoke`, of MiniMax."""
+    yield from s.spaces()
+    opened = yield from s.took("<function=", _INVOKE)
+    begin, quote, end = (_PARAMETER, '">', "</invoke>") if opened == _INVOKE else ("<parameter=", ">", "</function>")
+    name = (yield from s.before(quote, "\n")) if opened else ""
     if name not in tools:
         return False
     s.call(name)
     fields = _Fields(s, tools[name])
     yield from s.spaces()
-    while (yield from s.took("<parameter=")):
-        key = yield from s.before(">")
+    while (yield from s.took(begin)):
+        key = yield from s.before(quote)
         yield from fields.read(key, "</parameter>")
         yield from s.spaces()
-    if (yield from s.took("</function>")) or s.drops_part("</function>"):
+    if (yield from s.took(end)) or s.drops_part(end):
         fields.end()
     return True
 
@@ -326,7 +337,7 @@ def _reject(constant: str) -> None:
 
 
 def _pythonic(s: Source, tools: Tools) -> Steps[bool]:
-    yield from s.took("<|python_start|>")
+    yield from s.took("<|python_start|>", "<|tool_call_start|>")
     yield from s.spaces()
     if not (yield from s.took("[")) or not (yield from _python_call(s, tools)):
         return False
@@ -376,14 +387,16 @@ def _none(s: Source, tools: Tools) -> Steps[bool]:
 
 
 FORMS: Mapping[str, Form] = {
-    "hermes": Form(("<tool_call>",), _objects, _CLOSE),
+    "hermes": Form(("<tool_call>", "<TOOLCALL>", "<tool_calls>"), _objects, (*_CLOSE, "</TOOLCALL>", "</tool_calls>")),
     "granite": Form(("<|tool_call|>", "<tool_call>"), _objects, _CLOSE),
     "llama": Form(("<|python_tag|>",), _objects, (";",), (";", ",")),
     "mistral": Form(("[TOOL_CALLS]",), _mistral),
     "deepseek": Form(("<｜tool▁calls▁begin｜>",), _deepseek, ("<｜tool▁calls▁end｜>",)),
     "kimi": Form(("<|tool_calls_section_begin|>",), _kimi, ("<|tool_calls_section_end|>",)),
-    "qwen3_coder": Form((*_XML, "<function="), _qwen3_coder, (*_CLOSE, "</seed:tool_call>")),
+    "qwen3_coder": Form((*_XML, "<function="), _qwen3_coder, (*_CLOSE, "</seed:tool_call>", "</minimax:tool_call>")),
     "glm": Form(("<tool_call>",), _glm, _CLOSE),
-    "pythonic": Form(("<|python_start|>",), _pythonic, ("<|python_end|>",), bare=_pythonic),
+    "pythonic": Form(
+        ("<|python_start|>", "<|tool_call_start|>"), _pythonic, ("<|python_end|>", "<|tool_call_end|>"), bare=_pythonic
+    ),
     "json": Form((), _none),
 }

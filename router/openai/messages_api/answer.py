@@ -13,6 +13,7 @@ from router.openai.formats.wire import AnswerWire
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _OVERLOADED = 529
+_SIGNATURE = "unsigned"  # clients send a thinking block back only if it has a signature
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -55,7 +56,7 @@ class MessagesWire(AnswerWire):
         message, usage = choice["message"], answer["usage"]
         blocks = list[Json]()
         if thought := message.get("reasoning_content"):
-            blocks.append({"type": "thinking", "thinking": thought, "signature": ""})
+            blocks.append({"type": "thinking", "thinking": thought, "signature": _SIGNATURE})
         if message["content"]:
             blocks.append({"type": "text", "text": message["content"]})
         for call in message.get("tool_calls", ()):
@@ -117,6 +118,8 @@ class MessagesWire(AnswerWire):
         yield {"type": "content_block_start", "index": self._block, "content_block": {"type": kind, **block}}
 
     def _ends(self) -> Iterator[Json]:
+        if self._kind == "thinking":
+            yield self._adds("signature_delta", signature=_SIGNATURE)
         if self._kind:
             yield {"type": "content_block_stop", "index": self._block}
         self._kind = ""

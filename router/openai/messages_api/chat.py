@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import orjson
-
 from router.openai.errors import Json
-from router.openai.job import Job, chat_job
+from router.openai.job import Job, chat_job, http_names, json_text, translated
 from router.openai.messages_api.answer import MessagesWire
 from router.openai.messages_api.schema import CountBody, MessagesBody, Text, Thinking, Tool, ToolResult, ToolUse, Turn
 from router.openai.parsing import validated
 from router.openai.schema import ChatBody, TokenizeBody
 
+_NAMES = {
+    "stop": "stop_sequences",
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -36,8 +39,9 @@ def messages_job(body: MessagesBody, tool_form: str, reasoning_form: str) -> Job
         shape = {"name": "answer", "schema": body.output_config.format.shape}
         asked["response_format"] = {"type": "json_schema", "json_schema": shape}
     given = {name: value for name, value in asked.items() if value is not None}
-    job = chat_job(validated(given, ChatBody), tool_form, reasoning_form)
-    return replace(job, wire=MessagesWire(), usage=True, running_usage=True)
+    with http_names(_NAMES):
+        job = chat_job(validated(given, ChatBody), tool_form, reasoning_form)
+    return replace(translated(job, MessagesWire(), _NAMES), running_usage=True)
 
 
 def count_body(body: CountBody) -> TokenizeBody:
@@ -58,10 +62,10 @@ def _prompt(body: CountBody) -> Json:
 
 def _messages(turn: Turn) -> Iterator[Json]:
     """Yield the messages of a turn; each result of a call is one."""
-    blocks = turn.blocks
+    blocks = turn.content
     for block in blocks:
         if isinstance(block, ToolResult):
-            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _texts(block.content or "")}
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _texts(block.content or ())}
     text = _texts([block for block in blocks if isinstance(block, Text)])
     if turn.role == "user":
         if text or not any(isinstance(block, ToolResult) for block in blocks):
@@ -75,12 +79,12 @@ def _messages(turn: Turn) -> Iterator[Json]:
     yield message
 
 
-def _texts(content: str | Sequence[Text]) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+def _texts(blocks: Sequence[Text]) -> str:
+    return "\n".join(block.text for block in blocks)
 
 
 def _call(block: ToolUse) -> Json:
-    function = {"name": block.name, "arguments": orjson.dumps(block.input).decode()}
+    function = {"name": block.name, "arguments": json_text(block.input, "messages")}
     return {"id": block.id, "type": "function", "function": function}
 
 

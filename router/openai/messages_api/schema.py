@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from baton.limits import MAX_HTTP_TOOLS
 from router.openai.schema import Body, Int32
@@ -14,12 +14,19 @@ class _Block(Body):
     cache_control: dict[str, Any] | None = None  # a hint: prompts are always cached
 
 
+def _as_blocks(value: object) -> object:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
 class Text(_Block):
     """A piece of text."""
 
     type: Literal["text"]
     text: str
     citations: list[None] | None = None
+
+
+Texts: TypeAlias = Annotated[list[Text], BeforeValidator(_as_blocks)]
 
 
 class Thinking(_Block):
@@ -45,7 +52,7 @@ class ToolResult(_Block):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[Text] | None = None
+    content: Texts | None = None
     is_error: bool | None = None
 
 
@@ -57,15 +64,11 @@ class Turn(Body):
     """A message of the conversation."""
 
     role: Literal["user", "assistant"]
-    content: str | list[Block]
-
-    @property
-    def blocks(self) -> list[Block]:
-        return [Text(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+    content: Annotated[list[Block], BeforeValidator(_as_blocks)]
 
     @model_validator(mode="after")
     def _kinds_fit(self) -> Turn:
-        wrong = [block.type for block in self.blocks if not isinstance(block, _KINDS[self.role])]
+        wrong = [block.type for block in self.content if not isinstance(block, _KINDS[self.role])]
         if wrong:
             raise ValueError(f"content: {wrong[0]} is not allowed with role {self.role}")
         return self
@@ -113,9 +116,11 @@ class OutputConfig(Body):
 class CountBody(Body):
     """Body of `POST /v1/messages/count_tokens`: the fields that make the prompt."""
 
+    tags = frozenset({"text", "thinking", "tool_use", "tool_result"})
+
     model: str | None = None
     messages: Annotated[list[Turn], Field(min_length=1)]
-    system: str | list[Text] | None = None
+    system: Texts | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_HTTP_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: dict[str, Any] | None = None  # a hint without effect: the model and its template decide
@@ -126,7 +131,7 @@ class CountBody(Body):
     def _results_have_calls(cls, turns: list[Turn]) -> list[Turn]:
         called = set[str]()
         for place, turn in enumerate(turns):
-            for number, block in enumerate(turn.blocks):
+            for number, block in enumerate(turn.content):
                 if isinstance(block, ToolUse):
                     called.add(block.id)
                 elif isinstance(block, ToolResult) and block.tool_use_id not in called:

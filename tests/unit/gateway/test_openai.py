@@ -19,9 +19,14 @@ from baton.rpc.v1 import common_pb2
 from baton.testing import FakeClock
 from router.openai import errors, parsing
 from router.openai.job import chat_job, completion_job, tokenize_call
+from router.openai.messages_api.chat import messages_job
+from router.openai.messages_api.schema import MessagesBody
 from router.openai.parsing import checked
 from router.openai.responses import RequestMetrics
+from router.openai.responses_api.chat import responses_job
+from router.openai.responses_api.schema import ResponsesBody
 from router.openai.schema import ChatBody, CompletionBody, StreamOptions, TokenizeBody
+from tests.fuzzing.common import outcome
 from tests.support.time_factor import scaled
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -44,6 +49,10 @@ def read(**fields):
         (ChatBody, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "s3cret"}]}]}),
         (ChatBody, {"messages": [{"role": "user", "content": "x", "name": ["s3cret"]}]}),
         (CompletionBody, {"prompt": "x", "structured_outputs": {"regex": "s3cret", "choice": ["s3cret"]}}),
+        (MessagesBody, {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "s3cret"}]}]}),
+        (MessagesBody, {"max_tokens": 1, "messages": [{"role": "user", "content": {"s3cret": 1}}]}),
+        (ResponsesBody, {"input": [{"type": "s3cret"}]}),
+        (ResponsesBody, {"input": [{"role": "user", "content": [{"type": "s3cret", "text": "s3cret"}]}]}),
     ],
 )
 def test_what_was_written_is_not_repeated(kind, wrong):
@@ -74,6 +83,29 @@ def test_a_schema_has_its_depth(levels, fits):
     else:
         with pytest.raises(InvalidRequest, match=r"^response_format\.json_schema\.schema: .*nested too deeply[^;]*$"):
             chat_job(checked(data, ChatBody))
+
+
+@pytest.mark.parametrize("levels", [200, 248, 249, 250, 251, 252, 253, 254, 300])
+def test_deep_values_of_other_apis_are_served_or_refused(levels):
+    deep = b'{"a":' * levels + b"{}" + b"}" * levels
+    turns = b'{"role":"assistant","content":[{"type":"tool_use","id":"1","name":"f","input":' + deep + b"}]}"
+    turns += b',{"role":"user","content":"x"}'
+    tool = b'{"type":"function","name":"f","parameters":' + deep + b"}"
+    messages = checked(b'{"max_tokens":1,"messages":[' + turns + b"]}", MessagesBody)
+    responses = checked(b'{"input":"x","tools":[' + tool + b"]}", ResponsesBody)
+    for made in (lambda: messages_job(messages, "", ""), lambda: responses_job(responses, "", "")):
+        job, error = outcome(made, InvalidRequest)
+        if job is None:
+            assert "nested too deeply" in str(error)
+            assert levels > 200
+        else:
+            assert levels < 300
+            begun = {"choices": [{"delta": {"role": "assistant"}, "finish_reason": None}], "id": "r", "created": 1}
+            usage = {"prompt_tokens": 1, "completion_tokens": 0, "total_tokens": 1}
+            assert job.wire.event(begun | {"model": "m", "usage": usage | DETAILS})
+
+
+DETAILS = {"prompt_tokens_details": {"cached_tokens": 0}}
 
 
 def test_every_mistake_is_named():

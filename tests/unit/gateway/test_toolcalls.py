@@ -47,6 +47,8 @@ TEXTS = [
     ("hermes", f"<tool_call>\n{RAIN}\n</tool_call>", "", [RAINS]),
     ("hermes", f"Well.\n\n<tool_call>{RAIN}</tool_call>\n<tool_call>{NOW}</tool_call>\n", "Well.", [RAINS, NOWS]),
     ("hermes", f"<tool_call>{RAIN}", "", [RAINS]),
+    ("hermes", f"<TOOLCALL>[{RAIN}, {NOW}]</TOOLCALL>", "", [RAINS, NOWS]),
+    ("hermes", f"Ok <tool_calls>[{RAIN}]</tool_calls>", "Ok", [RAINS]),
     ("hermes", f"<tool_call>{RAIN}\n</to", "", [RAINS]),  # cut inside a closing mark
     ("hermes", f"<tool_call>{RAIN}</tool_call>\n<tool_c", "", [RAINS]),
     ("hermes", f"<tool_call>{RAIN[:-4]}", "", [("weather", '{"city": "Köl')]),  # cut inside arguments
@@ -84,6 +86,8 @@ TEXTS = [
      "<parameter=days>\n3\n</parameter>\n<parameter=dry>\nTrue\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n"
      "<function=now>\n</function>\n</tool_call>", "I look.",
      [("weather", '{"city": "Köln", "days": 3, "dry": true}'), NOWS]),
+    ("qwen3_coder", '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Köln</parameter>\n</invoke>\n'
+     '<invoke name="now">\n</invoke>\n</minimax:tool_call>', "", [RAINS, NOWS]),
     ("qwen3_coder", "<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>", "", [NOWS]),
     ("qwen3_coder", '<function=weather>\n<parameter=city>\n 3 "a"\n\n</parameter></function>', "",
      [("weather", '{"city": " 3 \\"a\\"\\n"}')]),
@@ -93,6 +97,7 @@ TEXTS = [
     ("pythonic", "[weather(city='K(ö, \"ln', days=-3), now()]", "",
      [("weather", '{"city": "K(ö, \\"ln", "days": -3}'), NOWS]),
     ("pythonic", f"<|python_start|>[now()]<|python_end|>{NOW}", "", [NOWS, NOWS]),
+    ("pythonic", "<|tool_call_start|>[now()]<|tool_call_end|>Wait.", "Wait.", [NOWS]),
     ("granite", f"<|tool_call|>[{RAIN}, {NOW}]", "", [RAINS, NOWS]),
     ("granite", "Here is my thought process: a <tool_call> b.\nHere is my response: c", "c", [], "a <tool_call> b."),
     ("harmony", f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
