@@ -17,7 +17,6 @@ from baton.limits import (
     MAX_BAD_WORDS,
     MAX_CHOICE_CHARS,
     MAX_CHOICE_TEXTS,
-    MAX_GRAMMAR_BYTES,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_REGEX_BYTES,
@@ -26,14 +25,14 @@ from baton.limits import (
     MAX_STOP_STRINGS,
 )
 
-Kind = Literal["json_schema", "regex", "choices", "grammar"]
+Kind = Literal["json_schema", "regex", "choices"]
 
-_MOST_BYTES = {"json_schema": MAX_SCHEMA_BYTES, "regex": MAX_REGEX_BYTES, "grammar": MAX_GRAMMAR_BYTES}
+_MOST_BYTES = {"json_schema": MAX_SCHEMA_BYTES, "regex": MAX_REGEX_BYTES}
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """The format of an answer: a JSON schema, a regular expression, a choice of texts, or a grammar (Lark)."""
+    """The format of an answer: a JSON schema, a regular expression, or a choice of texts."""
 
     kind: Kind
     texts: tuple[str, ...]
@@ -214,7 +213,7 @@ class SequenceSpec:
     constraint: Constraint | None = None  # of the whole output, `known` included
     deterministic: bool = False  # tokens and logprobs are bit-identical, independent of the batch
     think_while_decoding: bool = False  # a thinking model also thinks about generated tokens
-    prompt_logprobs: int | None = None  # alternatives per prompt token; None: no log-probabilities of the prompt
+    prompt_logprobs: int | None = None  # alternatives per prompt token; None returns no log-probabilities of the prompt
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -80,6 +80,10 @@ class Overloaded(BatonError):
         self.retry_after_s = retry_after_s
 
 
+class RateLimited(Overloaded):
+    """The caller's token has reached its own limit. Retry after `retry_after_s` seconds."""
+
+
 def for_client(error: Exception) -> BatonError:
     """Return the error that a client gets for an exception at the boundary of a request: itself if it is a BatonError,
     Overloaded if the process lacks memory, threads, file descriptors or disk space, else EngineFault without its text.

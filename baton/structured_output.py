@@ -148,8 +148,6 @@ def _grammar(constraint: Constraint) -> str:
     [text] = constraint.texts
     if constraint.kind == "regex":
         return LLMatcher.grammar_from_regex(text)
-    if constraint.kind == "grammar":
-        return LLMatcher.grammar_from_lark(text)
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError):

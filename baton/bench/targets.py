@@ -143,8 +143,8 @@ def _refused(status: int, body: bytes, headers: httpx2.Headers) -> BatonError:
     kind = _BY_CODE.get(str(details.get("code"))) or _BY_STATUS.get(status, errors.EngineFault)
     if kind is errors.InvalidRequest:
         return errors.InvalidRequest.of(str(details.get("param") or "request"), message)
-    if kind is errors.Overloaded:
-        return errors.Overloaded(message, _retry_after_s(headers))
+    if issubclass(kind, errors.Overloaded):
+        return kind(message, _retry_after_s(headers))
     return kind(message)
 
 

@@ -29,6 +29,7 @@ CODES: Mapping[type[BatonError], grpc.StatusCode] = {
     errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     errors.Unsupported: grpc.StatusCode.UNIMPLEMENTED,
+    errors.RateLimited: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.Cancelled: grpc.StatusCode.CANCELLED,
@@ -115,8 +116,8 @@ def _build(kind: type[BatonError], text: str, status: Status | None) -> BatonErr
         found = [Violation(item.field, item.description) for item in bad.field_violations] if bad else []
         return InvalidRequest(*(found or [Violation("request", text)]))
     retry = _unpack(status, RetryInfo)
-    if kind is Overloaded and retry is not None:
-        return Overloaded(text, max(0.0, retry.retry_delay.ToTimedelta().total_seconds()))
+    if issubclass(kind, Overloaded) and retry is not None:
+        return kind(text, max(0.0, retry.retry_delay.ToTimedelta().total_seconds()))
     return kind(text)
 
 

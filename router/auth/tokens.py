@@ -27,7 +27,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, SecretStr, ValidationError, model_validator
 
 from baton.core import SequenceSpec
-from baton.errors import ConfigError, InvalidRequest, Overloaded, Unauthenticated, Violation
+from baton.errors import ConfigError, InvalidRequest, RateLimited, Unauthenticated, Violation
 from baton.limits import MAX_PRIORITY, MAX_TOKEN_CHARS, MAX_TOKENS_FILE_BYTES, MIN_TOKEN_CHARS
 from baton.rpc.v1 import inference_pb2 as pb
 
@@ -217,13 +217,13 @@ class Concurrency:
 
     @contextmanager
     def one_more(self, grant: Grant | None, is_cancelled: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Count a request while it runs or waits. Raises Overloaded if it exceeds the limit."""
+        """Count a request while it runs or waits. Raises RateLimited if it exceeds the limit."""
         if grant is None:
             yield
             return
         running, most = self._running.setdefault(grant.key, []), grant.limits.max_concurrent
         if most is not None and sum(not cancelled() for cancelled in running) >= most:
-            raise Overloaded(f"this token allows at most {most} concurrent requests", RETRY_S)
+            raise RateLimited(f"this token allows at most {most} concurrent requests", RETRY_S)
         running.append(is_cancelled)
         try:
             yield

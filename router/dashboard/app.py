@@ -29,7 +29,7 @@ from router.openai.responses import EVENT_STREAM, EventWriter, Stalled, as_json,
 from router.status import RouterStatus, SingleFlight
 
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-_HEADERS = {
+PAGE_HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "object-src 'none'",
     "x-content-type-options": "nosniff",
@@ -67,11 +67,12 @@ class LivePaths:
         ]
 
     async def file(self, request: Request) -> Response:
+        """Return a file of the dashboard."""
         name = request.path_params.get("name", "index.html")
         content, kind = self._files.get(name), _TYPES.get(f".{name.rpartition('.')[2]}")
         if content is None or kind is None:
             raise HttpError(404, "not_found", "no such file")
-        return Response(content, headers=_HEADERS, media_type=kind)
+        return Response(content, headers=PAGE_HEADERS, media_type=kind)
 
     async def live(self, request: Request) -> Response:
         """Return a stream with an event for each view of `RouterStatus`, every `interval_s` seconds."""
@@ -85,6 +86,7 @@ class LivePaths:
         return _Events(self._events(views), self._stall_s)
 
     async def trace(self, request: Request) -> Response:
+        """Return the spans of a recent request."""
         found = self._allowed(request, "Trace").trace(request.path_params["request_id"])
         if found is None:
             raise HttpError(404, "not_found", "this router has no trace of this request")

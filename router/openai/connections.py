@@ -14,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from baton.limits import MAX_HTTP_CONNECTIONS, MAX_HTTP_HEADER_SECONDS
 from baton.network import open_files
-from router.openai.errors import HttpError, Problem, http_problem
+from router.openai.errors import RETRY_SOON, HttpError, Problem, http_problem
 
 _PAUSE_S = 0.1  # after a connection that could not be accepted
 _SHARE = 2  # the listener may use one of so many open files
@@ -24,7 +24,7 @@ _FULL = Problem(
     "overloaded_error",
     "overloaded",
     "too many connections are open",
-    headers={"retry-after": "1", "retry-after-ms": "1000", "x-should-retry": "true", "connection": "close"},
+    headers={**RETRY_SOON, "x-should-retry": "true", "connection": "close"},
 )
 
 

@@ -15,6 +15,7 @@ from baton.errors import TOO_LONG, BatonError, InvalidRequest, Overloaded, Viola
 
 JSON = "application/json"
 Json: TypeAlias = dict[str, Any]
+RETRY_SOON = {"retry-after": "1", "retry-after-ms": "1000"}
 UNKNOWN, UNSUPPORTED = "unknown field", "not supported"
 
 # class: status, type, code
@@ -24,6 +25,7 @@ ANSWERS: Mapping[type[BatonError], tuple[int, str, str]] = {
     errors.Unauthenticated: (401, "authentication_error", "invalid_api_key"),
     errors.PermissionDenied: (403, "permission_error", "permission_denied"),
     errors.Unsupported: (501, "invalid_request_error", "unsupported"),
+    errors.RateLimited: (429, "rate_limit_error", "rate_limit_exceeded"),
     errors.Overloaded: (503, "overloaded_error", "overloaded"),
     errors.NoWorker: (503, "server_error", "no_worker"),
     errors.WorkerLost: (503, "server_error", "worker_lost"),
@@ -95,6 +97,8 @@ def _headers(error: BatonError) -> dict[str, str]:
     if isinstance(error, Overloaded):
         wait_s = max(0.0, error.retry_after_s)
         return {"retry-after": str(max(1, math.ceil(wait_s))), "retry-after-ms": str(math.ceil(wait_s * 1000))}
+    if isinstance(error, errors.NoWorker | errors.WorkerLost):
+        return RETRY_SOON
     return {"www-authenticate": "Bearer"} if isinstance(error, errors.Unauthenticated) else {}
 
 

@@ -18,7 +18,7 @@ from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from router.openai.choices import ChatFormat, ChoiceFormat, CompletionFormat, Reading
 from router.openai.errors import Json
-from router.openai.formats.forced import forced_schema
+from router.openai.formats.forced import calls_or, forced_schema
 from router.openai.formats.wire import AnswerWire
 from router.openai.logprobs.prompt import Wanted
 from router.openai.schema import ChatBody, Common, CompletionBody, Message, Prompt, StreamOptions, TokenizeBody, Tool
@@ -284,13 +284,18 @@ def _turn(message: Message, name: str | None) -> pb.ChatMessage:
 
 
 def _schema(body: ChatBody, tool_form: str) -> object:
-    """Return the schema of the answer, or None if unconstrained. A forced call takes precedence over a text format."""
+    """Return the schema of the answer, or None if unconstrained. A forced call takes precedence over a text format. If
+    a call is optional, the answer is a call or text in the format.
+    """
     if body.forced:
         return forced_schema([tool.function for tool in body.forced], tool_form, body.parallel_tool_calls)
     wanted = body.response_format
     if wanted is None or wanted.type == "text":
         return None
-    return wanted.json_schema.shape if wanted.json_schema else {"type": "object"}
+    content = wanted.json_schema.shape if wanted.json_schema else {"type": "object"}
+    if not body.offered:
+        return content
+    return calls_or(content, [tool.function for tool in body.offered], tool_form, body.parallel_tool_calls)
 
 
 def _with_prompt(base: pb.GenerateRequest, prompt: Prompt) -> pb.GenerateRequest:

@@ -20,7 +20,7 @@ from router.openai.schema import ChatBody, CompletionBody
 _NAMED = 16  # Reported mistakes; a long list does not help, and takes long to make.
 _DRAIN = 16  # A too long body is read up to this multiple of the limit, so that the client reads the error.
 
-# OpenAI's fields that are known but not supported, with the values that request nothing.
+# Fields of OpenAI and vLLM that are known but not supported, with the values that request nothing.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "allowed_token_ids": (),
     "guided_decoding_backend": (),
@@ -33,7 +33,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
-_REFUSED: Mapping[type[BaseModel], Mapping[str, tuple[object, ...]]] = {
+NEUTRAL_FIELDS: Mapping[type[BaseModel], Mapping[str, tuple[object, ...]]] = {
     CompletionBody: {"suffix": ("",), **_NEUTRAL},
     ChatBody: {
         **_NEUTRAL,
@@ -92,7 +92,7 @@ def checked(data: bytes, kind: type[B], *, ignores_unknown: bool = False) -> B:
         raise InvalidRequest.of("body", f"must be valid JSON: {error}") from None
     if not isinstance(tree, dict):
         raise InvalidRequest.of("body", "must be a JSON object")
-    neutral = _REFUSED.get(kind, {})
+    neutral = NEUTRAL_FIELDS.get(kind, {})
     refused = [name for name in tree if name in neutral and not _requests_nothing(tree[name], neutral[name])]
     violations = [Violation(name, f"{UNSUPPORTED} by this server") for name in refused if not ignores_unknown]
     tree = {name: value for name, value in tree.items() if name not in neutral}

@@ -18,6 +18,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationInfo,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
@@ -120,7 +121,19 @@ Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 TokenId = Annotated[int, Field(ge=0, lt=_ID_LIMIT)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 Prompt: TypeAlias = str | list[int]
-Stop: TypeAlias = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+Stop: TypeAlias = Annotated[
+    list[str],
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | list[str]),
+]
+_ID_LIST = {"type": "array", "items": {"type": "integer"}}
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}},
+        _ID_LIST,
+        {"type": "array", "items": _ID_LIST},
+    ]
+}
 _PROMPT = "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
 
 
@@ -244,7 +257,7 @@ class Common(Body):
 class CompletionBody(Common):
     """Body of `POST /v1/completions`."""
 
-    prompt: Annotated[Any, AfterValidator(_prompts)]
+    prompt: Annotated[Any, AfterValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
     logprobs: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     best_of: Int32 | None = None
     echo: bool | None = None
@@ -271,7 +284,7 @@ class Message(Body):
     """One message. The fields that must be null occur when clients send an earlier answer back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_joined)]
+    content: Annotated[str, BeforeValidator(_joined, json_schema_input_type=str | list[dict[str, str]] | None)]
     name: Annotated[str | None, Field(max_length=MAX_HTTP_NAME_CHARS)] = None
     refusal: None = None
     annotations: list[None] | None = None
@@ -342,7 +355,7 @@ class ChatBody(Common):
     top_logprobs: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_HTTP_TOOLS)] | None = None
-    tool_choice: Annotated[Any, AfterValidator(_tool_choice)] = None
+    tool_choice: Annotated[Any, AfterValidator(_tool_choice), WithJsonSchema({"type": ["string", "object"]})] = None
     parallel_tool_calls: bool | None = None
     # hints of OpenAI's API, which change no token
     metadata: dict[str, str] | None = None
@@ -373,8 +386,6 @@ class ChatBody(Common):
     def _fields_fit(self) -> ChatBody:
         _check_choice(self.tools or [], self.tool_choice)
         wanted = self.response_format is not None and self.response_format.type != "text"
-        if wanted and self.offered and not self.forced:
-            raise ValueError("response_format: not supported with tools unless tool_choice is none or forces a call")
         if self.wanted_text is not None and (wanted or self.offered):
             other = "response_format" if wanted else "tools"
             raise ValueError(f"{self.wanted_text[0]}: cannot be combined with {other}")

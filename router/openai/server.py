@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import socket
 import time
@@ -16,6 +17,7 @@ import orjson
 import uvicorn
 from google.protobuf.json_format import MessageToDict
 from prometheus_client import CollectorRegistry
+from pydantic import BaseModel
 from starlette import status
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -34,16 +36,18 @@ from baton.metrics.http import render
 from baton.rpc.channel import Wire, from_here
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.tracing.trace import TRACEPARENT
-from router.dashboard.app import LiveData, LivePaths
+from router.dashboard.app import PAGE_HEADERS, LiveData, LivePaths
 from router.openai.connections import BoundedProtocol, TlsListener
-from router.openai.errors import JSON, HttpError, Json, Problem, http_problem, problem_of
+from router.openai.errors import JSON, RETRY_SOON, HttpError, Json, Problem, http_problem, problem_of
 from router.openai.guard import guarded
 from router.openai.job import TOKENIZED, Job, chat_job, completion_job, event_id, http_names, tokenize_call
 from router.openai.logprobs.tokens import TokenTexts
 from router.openai.messages_api.answer import MessagesProblem
 from router.openai.messages_api.chat import count_body, messages_job
 from router.openai.messages_api.schema import CountBody, MessagesBody
-from router.openai.parsing import B, read_body
+from router.openai.openapi.page import page
+from router.openai.openapi.spec import openapi
+from router.openai.parsing import NEUTRAL_FIELDS, B, read_body
 from router.openai.responses import Answer, AnswerResponse, RequestMetrics
 from router.openai.responses_api.chat import responses_job
 from router.openai.responses_api.schema import ResponsesBody
@@ -68,6 +72,15 @@ _PLAIN = "text/plain; charset=utf-8"
 _KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that the client closes first and loses no request
 _BACKLOG = 2048
 _STALL_MARGIN_S = 5.0
+BODIES: dict[str, type[BaseModel]] = {
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+    _MESSAGES: MessagesBody,
+    f"{_MESSAGES}/count_tokens": CountBody,
+    "/v1/responses": ResponsesBody,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +111,7 @@ class Gateway:
     def __init__(self, upstream: Upstream, settings: GatewaySettings) -> None:
         self._upstream, self._settings = upstream, settings
         self._texts, self._served = TokenTexts(upstream), ServedModel(upstream, SystemClock())
+        self._spec: Json = {}  # of the API
         self._started, self._waiting = int(time.time()), Waiting(settings.waiting, settings.refused)
 
     def app(self) -> Starlette:
@@ -118,12 +132,24 @@ class Gateway:
             Route("/ready", self.ready),
             Route("/metrics", self.metrics),
             Route("/version", self.version),
+            Route("/openapi.json", self.openapi),
+            Route("/docs", self.docs),
             *LivePaths(self._settings.live, self._settings.stall_s).routes(),
         ]
+        self._spec = openapi(routes, BODIES, NEUTRAL_FIELDS, self._settings.version)
         handled = (BatonError, HttpError, HTTPException, Exception)
         return Starlette(routes=routes, exception_handlers=dict.fromkeys(handled, _on_exception))
 
+    async def openapi(self, request: Request) -> Response:
+        """Return this description."""
+        return Response(json.dumps(self._spec), media_type=JSON)  # orjson has no integers of more than 64 bits
+
+    async def docs(self, request: Request) -> Response:
+        """Return this description as a page."""
+        return Response(page(self._spec), headers=PAGE_HEADERS, media_type="text/html")
+
     async def completions(self, request: Request) -> Response:
+        """Complete prompts, as in OpenAI's API."""
         with RequestMetrics(SystemClock(), self._settings.counts) as measured:
             self._waiting.check()  # before the body costs anything
             body = await self._read(request, CompletionBody)
@@ -132,6 +158,7 @@ class Gateway:
                 return self._answering(request, completion_job(body), name, measured, leave)
 
     async def chat(self, request: Request) -> Response:
+        """Answer a conversation, as in OpenAI's API."""
         return await self._chat(request, ChatBody, chat_job)
 
     async def _chat(self, request: Request, kind: type[C], job_of: Callable[[C, str, str], Job]) -> Response:
@@ -145,12 +172,15 @@ class Gateway:
                 return self._answering(request, job, body.model or served.id, measured, leave)
 
     async def messages(self, request: Request) -> Response:
+        """Answer a conversation, as in Anthropic's API."""
         return await self._chat(request, MessagesBody, messages_job)
 
     async def responses(self, request: Request) -> Response:
+        """Answer a conversation, as in OpenAI's Responses API."""
         return await self._chat(request, ResponsesBody, responses_job)
 
     async def embeddings(self, request: Request) -> Response:
+        """Reject the request with the missing parts."""
         raise Unsupported(_EMBEDDINGS)
 
     async def count_tokens(self, request: Request) -> Response:
@@ -162,10 +192,12 @@ class Gateway:
         return _json({"input_tokens": len(ids)})
 
     async def models(self, request: Request) -> Response:
+        """Return the served models, as in OpenAI's API."""
         found = await self._upstream.models(_metadata(request))
         return _json({"object": "list", "data": [self._model(each) for each in found]})
 
     async def model(self, request: Request) -> Response:
+        """Return one model."""
         found, name = await self._upstream.models(_metadata(request)), request.path_params["name"]
         for each in found:
             if name in {each.id, *each.aliases}:
@@ -193,12 +225,15 @@ class Gateway:
         return _json({"prompt": reply.text})
 
     async def health(self, request: Request) -> Response:
+        """Return 200 while the process runs."""
         return Response("ok\n", media_type=_PLAIN)
 
     async def ready(self, request: Request) -> Response:
         """Return 200 if the router has a pair of workers for a request, else 503."""
         ready = await self._upstream.ready()
-        return Response("ready\n" if ready else "not ready\n", 200 if ready else 503, media_type=_PLAIN)
+        if ready:
+            return Response("ready\n", media_type=_PLAIN)
+        return Response("not ready\n", 503, RETRY_SOON, _PLAIN)
 
     async def metrics(self, request: Request) -> Response:
         """Return the metrics of the router in this process, or else those of the gateway."""
@@ -212,6 +247,7 @@ class Gateway:
         return Response(body, headers={"content-type": content_type})
 
     async def version(self, request: Request) -> Response:
+        """Return the release."""
         return _json({"version": self._settings.version})
 
     async def _read(self, request: Request, kind: type[B]) -> B:

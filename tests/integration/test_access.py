@@ -168,7 +168,7 @@ async def test_a_token_has_so_many_requests_at_once(cluster):
 @alice_may(max_concurrent=1)
 async def test_a_request_that_fails_gives_its_place_back(cluster):
     with pytest.raises(InvalidRequest):
-        await generate(cluster, "alice", max_tokens=0)
+        await generate(cluster, "alice", n=0)
     running = call(cluster, "alice", max_tokens=2000)
     await running.initial_metadata()
     running.cancel()

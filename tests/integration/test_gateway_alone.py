@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 from hashlib import sha256
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -16,6 +17,7 @@ from baton.metrics import Metrics
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from router.openai.connections import BoundedProtocol
+from router.openai.upstream import Upstream, _Received
 from tests.integration.gateway_support import (
     EOS,
     HALF,
@@ -365,8 +367,8 @@ async def test_a_router_of_an_older_release_is_named(gateway):
 
 
 STATUS = {"InvalidRequest": 400, "UnknownModel": 404, "Unauthenticated": 401, "PermissionDenied": 403} | {
-    "Unsupported": 501, "Overloaded": 503, "NoWorker": 503, "WorkerLost": 503, "DeadlineExceeded": 504,
-    "Cancelled": 499, "EngineFault": 500,
+    "Unsupported": 501, "RateLimited": 429, "Overloaded": 503, "NoWorker": 503, "WorkerLost": 503,
+    "DeadlineExceeded": 504, "Cancelled": 499, "EngineFault": 500,
 }  # fmt: skip
 
 
@@ -743,3 +745,14 @@ async def test_a_client_that_does_not_read_is_given_up():
         await until(lambda: gateway.fake.running == 1, "it runs")
         await until(lambda: gateway.fake.running == 0, "it is given up")
         writer.close()
+
+
+def test_a_lost_router_is_told_how_many_positions_came():
+    """`baton gateway` continues a stream at another router, which sends the rest only."""
+    request = pb.GenerateRequest(text="x", prompt_logprobs=1, n=1)
+    received = _Received(request, "", Upstream([], retries=True))
+    for step in (ACCEPTED, PARTS[0]):
+        assert received.is_new(pb.GenerateEvent(request_id="r1", **step))
+    stub: Any = SimpleNamespace(Resume=lambda message, metadata: message)
+    message: Any = received.call(stub, ())
+    assert (message.request_id, message.prompt_logprobs_received, message.exact) == ("r1", 3, False)

@@ -126,7 +126,6 @@ async def test_calls_need_no_words(gateway):
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "none, auto, required"),
         ({"tool_choice": function("x")}, "tool_choice", "one of tools: weather, now"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "only allowed with tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not supported with tools"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "role tool"),
         ({"messages": [{**HELLO[0], "tool_call_id": "1"}]}, "messages[0].tool_call_id", "role tool"),
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id", "earlier"),
@@ -284,6 +283,45 @@ async def test_forced_calls(gateway, form, choice, seed):
     assert names == wanted
     offered = json.loads(gateway.fake.requests[0].chat.tools)
     assert [tool["function"]["name"] for tool in offered] == ["weather", "now"], "also those that it must not call"
+
+
+REPLY = {
+    "type": "object", "$id": "https://reply", "$defs": {"Mood": {"enum": ["good", "bad"]}},
+    "properties": {"mood": {"$ref": "#/$defs/Mood"}}, "required": ["mood"], "additionalProperties": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["hermes", "mistral", "llama", "json"])
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_an_optional_call_or_text_in_the_format(gateway, form, streamed, seed):
+    """A model without preferences writes both, and each is valid."""
+    grammars, rng = Grammars(OracleTokenizer()), random.Random(seed)
+
+    async def script(request):
+        for step in spoken(any_text(grammars, request.constraint.json_schema, rng)):
+            yield step
+
+    gateway.fake.tool_form, gateway.fake.script = form, script
+    asked = {"tools": [WEATHER, NOW], "response_format": {"type": "json_schema", "json_schema": {"schema": REPLY}}}
+    kinds = set[str]()
+    for _ in range(200):
+        if streamed:
+            chunks = [chunk.choices[0] for chunk in await gateway.streamed("chat", **asked)]
+            text = "".join(chunk.delta.content or "" for chunk in chunks)
+            calls, reason = [c for chunk in chunks for c in chunk.delta.tool_calls or ()], chunks[-1].finish_reason
+        else:
+            told = (await gateway.chat(**asked)).choices[0]
+            text, calls, reason = told.message.content, told.message.tool_calls or [], told.finish_reason
+        kinds |= {call.function.name for call in calls} or {"text"}
+        if calls:
+            assert (text or "", reason) == ("", "tool_calls")
+            assert all(isinstance(json.loads(call.function.arguments), dict) for call in calls)
+        else:
+            assert reason == "stop"
+            assert json.loads(text)["mood"] in ("good", "bad")
+        if len(kinds) == 3:
+            break
+    assert kinds == {"text", "weather", "now"}
 
 
 async def test_a_forced_call_counts_before_a_format(gateway):

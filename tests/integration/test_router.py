@@ -326,8 +326,8 @@ async def test_errors_are_named(cluster):
     with pytest.raises(errors.UnknownModel, match="this router serves 'oracle'"):
         await cluster.generate(model="gpt")
     with pytest.raises(errors.InvalidRequest, match="n: must be at least 1") as caught:
-        await cluster.generate(n=0, priority=101, max_tokens=-1, sampling={"min_tokens": -2})
-    assert [v.field for v in caught.value.violations] == ["n", "priority", "sampling.max_tokens"]
+        await cluster.generate(n=0, priority=101, logprobs=21)
+    assert [v.field for v in caught.value.violations] == ["n", "priority", "sampling.logprobs"]
     with pytest.raises(errors.InvalidRequest, match="2048"):
         await cluster.generate([1] * 2048)
     assert not (await cluster.stub.Cancel(pb.CancelRequest(request_id="none"))).found

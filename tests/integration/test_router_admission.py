@@ -134,9 +134,9 @@ async def refused(call):
     return str(error)
 
 
-def refusals(cluster):
+def refusals(cluster, reason="Overloaded"):
     read = cluster.router.context.sinks.metrics.registry.get_sample_value
-    return read("baton_refusals_total", {"reason": "Overloaded"})
+    return read("baton_refusals_total", {"reason": reason})
 
 
 async def test_one_too_many_is_refused_at_once_and_the_others_are_answered(tokenizer, cluster):
@@ -172,7 +172,7 @@ async def test_a_token_has_so_many_texts_at_once_beside_its_requests(tokenizer, 
     assert (await stub.Detokenize(pb.DetokenizeRequest(ids=[104]), **alice)).text == "h"
     others = asyncio.ensure_future(_end(stub.Tokenize(HELD, metadata=bearer("bob"))))
     await until(lambda: tokenizer.begun == 3, "one of another tenant")
-    assert refusals(cluster) == 1
+    assert refusals(cluster, "RateLimited") == 1
     tokenizer.go.set()
     assert [await text, await others] == [len(LARGE)] * 2
     held.cancel()

@@ -112,7 +112,7 @@ async def test_an_operator_asks_for_one_of_the_last(make, kept):
 
 async def test_refused_failed_cancelled_and_running_ones_too(cluster):
     with pytest.raises(InvalidRequest):
-        await cluster.generate(max_tokens=0)
+        await cluster.generate(n=0)
     refused = await trace_of(cluster)
     assert (refused.outcome, len(refused.spans)) == ("refused", 0)
     call = await at(cluster, "transferring")
@@ -277,7 +277,7 @@ async def test_logs_name_the_trace(capsys, cluster):
     (finished,) = (line for line in lines if "request_finished" in line)
     assert "spans" not in finished
     with pytest.raises(BatonError):
-        await cluster.generate(max_tokens=0)
+        await cluster.generate(n=0)
     (refused,) = logged("request_refused")
     assert "trace_id" in refused
 

@@ -60,7 +60,6 @@ CAPS: tuple[Cap, ...] = (
     ),
     Cap("`pattern` and `format` of a schema for one string", limits.MAX_SCHEMA_PATTERNS, "in total", _REFUSED),
     Cap("`constraint.regex`", limits.MAX_REGEX_BYTES, "bytes", _REFUSED),
-    Cap("`constraint.grammar`", limits.MAX_GRAMMAR_BYTES, "bytes", _REFUSED),
     Cap("`constraint.choices`", limits.MAX_CHOICE_TEXTS, "texts", _REFUSED),
     Cap("each text in `constraint.choices`", limits.MAX_CHOICE_CHARS, "characters", _REFUSED),
     Cap("a model's name in an error", limits.MAX_SHOWN_MODEL_CHARS, "characters", "cut"),

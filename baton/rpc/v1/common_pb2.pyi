@@ -362,7 +362,7 @@ class PromptLogprobs(_message.Message):
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """1 is the most likely token; 0: no log-probability (the first token)"""
+        """1 is the most likely token; the first token has 0"""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:

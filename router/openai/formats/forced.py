@@ -27,6 +27,13 @@ def forced_schema(functions: Sequence[Function], form: str, parallel: bool | Non
     return {"$defs": given, "type": "array", "items": one, "minItems": 1, **most}
 
 
+def calls_or(content: Mapping[str, Any], functions: Sequence[Function], form: str, parallel: bool | None) -> Any:
+    """Return the schema of an answer that is either a call, like `forced_schema`, or `content` as text."""
+    calls = forced_schema(functions, form, parallel)
+    text = _moved({name: value for name, value in content.items() if name not in _BASE}, "#/$defs/content")
+    return {"$defs": calls.pop("$defs") | {"content": text}, "anyOf": [{"$ref": "#/$defs/content"}, calls]}
+
+
 def _call_schema(name: str, key: str, place: str) -> dict[str, Any]:
     fields = {"name": {"const": name}, key: {"$ref": place}}
     return {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}

@@ -15,8 +15,8 @@ from router.openai.upstream import Metadata
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What comes back of a prompt. `echo`: its text, with `echo_top` alternatives per token (None: no tokens).
-    `vllm_top` is the number of alternatives in vLLM's form (None: not wanted).
+    """The parts of a prompt that come back. `echo` returns its text, with `echo_top` alternatives per token. `vllm_top`
+    is the number of alternatives in vLLM's form. None returns no log-probabilities.
     """
 
     echo: bool = False

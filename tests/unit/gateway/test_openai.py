@@ -286,6 +286,7 @@ def test_every_error_has_a_body(kind):
     assert 400 <= problem.status < 600
     assert ("s3cret" in problem.message) == (kind in CODES and kind is not InvalidRequest)
     assert (problem.headers.get("www-authenticate") == "Bearer") == (kind is Unauthenticated)
+    assert ("retry-after" in problem.headers) == (problem.status in {429, 503})
     assert problem.headers["x-should-retry"] == str(kind in CODES and kind.retryable).lower()
 
 
@@ -322,11 +323,13 @@ FIELDS = first_cells("Request fields")
 def test_each_field_has_a_row(body):
     assert set(body.model_fields) - {"stream_options"} <= FIELDS
     assert {f"stream_options.{name}" for name in StreamOptions.model_fields} <= FIELDS
-    assert set(parsing._REFUSED[body]) <= FIELDS
+    assert set(parsing.NEUTRAL_FIELDS[body]) <= FIELDS
 
 
 def test_each_row_is_of_a_field():
-    known = {name for body in (CompletionBody, ChatBody) for name in (*body.model_fields, *parsing._REFUSED[body])}
+    known = {
+        name for body in (CompletionBody, ChatBody) for name in (*body.model_fields, *parsing.NEUTRAL_FIELDS[body])
+    }
     assert {re.split(r"[.\[]", name)[0] for name in FIELDS} <= known
 
 

@@ -8,7 +8,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
 from baton import errors
-from baton.errors import BatonError, InvalidRequest, Overloaded, Violation
+from baton.errors import BatonError, InvalidRequest, Overloaded, RateLimited, Violation
 from baton.limits import MAX_STATUS_VIOLATIONS
 from baton.rpc.status import CODES, from_rpc_error, request_id_of, to_rpc_status
 
@@ -37,6 +37,7 @@ VISIBLE: list[tuple[BatonError, Code]] = [
     (errors.PermissionDenied("not yours"), Code.PERMISSION_DENIED),
     (errors.Unsupported("Resume is not offered"), Code.UNIMPLEMENTED),
     (Overloaded("queue is full", retry_after_s=2.25), Code.RESOURCE_EXHAUSTED),
+    (RateLimited("too many", retry_after_s=2.25), Code.RESOURCE_EXHAUSTED),
     (errors.DeadlineExceeded("too late"), Code.DEADLINE_EXCEEDED),
     (errors.Cancelled("gone"), Code.CANCELLED),
     (errors.NoWorker("none lives"), Code.UNAVAILABLE),
@@ -93,10 +94,13 @@ def test_details_say_reason_domain_request_and_whether_a_retry_helps(name: str):
     assert request_id_of(failure(Code.INTERNAL, "others")) == request_id_of(grpc.RpcError()) == ""
 
 
+BY_DETAILS = errors.NoWorker, errors.WorkerLost, RateLimited  # not told by their code alone
+
+
 @pytest.mark.parametrize(
     ("code", "words", "kind"),
     [
-        *((code, "some words", type(error)) for error, code in VISIBLE if code is not Code.UNAVAILABLE),
+        *((code, "some words", type(error)) for error, code in VISIBLE if not isinstance(error, BY_DETAILS)),
         (Code.FAILED_PRECONDITION, "some words", InvalidRequest),
         (Code.RESOURCE_EXHAUSTED, "Received message larger than max (5 vs. 4)", InvalidRequest),
         (Code.CANCELLED, "Locally cancelled by application!", errors.Cancelled),

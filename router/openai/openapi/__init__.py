@@ -1,0 +1,1 @@
+"""The description of the HTTP API: `/openapi.json` (`spec.py`), and `/docs`, the same as a page (`page.py`)."""
