@@ -17,7 +17,12 @@ COPY pyproject.toml constraints.txt ./
 COPY tools/image/dependencies.sh tools/image/
 RUN bash tools/image/dependencies.sh /opt/baton
 
-FROM base AS wheel
+# gcc is needed to build the wheel, and by triton at run time.
+FROM base AS system
+RUN --mount=type=bind,source=tools/image/system.sh,target=/src/tools/image/system.sh \
+    bash tools/image/system.sh
+
+FROM system AS wheel
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY tools/image/wheel.sh tools/image/wheel_hook.py tools/image/
 COPY baton baton
@@ -25,11 +30,11 @@ COPY router router
 COPY prefill_workers prefill_workers
 COPY decode_workers decode_workers
 COPY kvtransfer kvtransfer
+COPY configs configs
+COPY models/demo models/demo
 RUN bash tools/image/wheel.sh /dist
 
-FROM base AS runtime
-RUN --mount=type=bind,source=tools/image/system.sh,target=/src/tools/image/system.sh \
-    bash tools/image/system.sh
+FROM system AS runtime
 COPY --from=dependencies /opt/baton /opt/baton
 COPY configs /opt/baton/configs
 COPY models/demo /opt/baton/models/demo

@@ -1,10 +1,9 @@
-"""Run unmodified guidellm and aiperf against `configs/local.yaml`, and write their reports.
+"""Run unchanged clients against `baton serve` on the demo model, and write docs/reference/clients.md.
 
-    python tools/clients.py                both; environments in build/clients, reports in docs/reports
-    python tools/clients.py aiperf         one of them
+    python tools/clients.py [--only NAME ...] [--environments FOLDER] [--out FILE]
 
-The first run creates an environment for each with pip (TORCH_INDEX as for `make setup`). The demo model's folder is the
-tokenizer, so nothing else is downloaded. The exit code is 1 if a tool or some of its requests failed.
+Each client has an environment of its own in FOLDER (by default build/clients), which is made once with pip. The rows of
+clients that were not run are kept, so `--only` is cheap. The exit code is 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -13,187 +12,191 @@ import argparse
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-BUILD, REPORTS, MODEL = ROOT / "build" / "clients", ROOT / "docs" / "reports", ROOT / "models" / "demo"
-NAME = "clients"
-REQUESTS, STREAMS, PROMPT, ANSWER = 100, 4, 128, 32
-PORTS = ("router.grpc", "router.http", "router.metrics")
+PAGE, BUILD, PROGRAMS = ROOT / "docs/reference/clients.md", ROOT / "build" / "clients", ROOT / "tools/client_programs"
+TIMEOUT_S = 300
+# A template with a place for tools, calls and results, in the Hermes form. That of the demo model has none.
+TEMPLATE = """{%- if tools %}{{ tools | tojson }} {% endif -%}
+{%- for message in messages -%}
+{%- for call in message.tool_calls or [] -%}
+<tool_call>
+{{ {"name": call.function.name, "arguments": call.function.arguments} | tojson }}
+</tool_call>
+{%- endfor -%}
+{{ message.content or "" }}{% if not loop.last %} {% endif -%}
+{%- endfor -%}"""
 
 
 @dataclass(frozen=True)
-class Tool:
-    """A load generator. `arguments` and `failed` take the folder of its results, `table` its output."""
+class Client:
+    """A client: the packages of its environment, the one whose version is shown first."""
 
-    requirement: str
-    arguments: Callable[[str, Path], list[str]]
-    table: Callable[[str], str]
-    failed: Callable[[Path], int]
-    remark: str
-    env: Mapping[str, str] = field(default_factory=dict)
+    packages: tuple[str, ...]
 
-
-def _guidellm(http: str, folder: Path) -> list[str]:
-    return [
-        "run",
-        *("--backend", f"kind=openai_http,target=http://{http}"),
-        *("--profile", f"kind=concurrent,streams={STREAMS}"),
-        *("--constraint", f"kind=max_requests,count={REQUESTS}"),
-        *("--tokenizer", f"kind=huggingface_auto,model={MODEL}"),
-        *("--data", f"kind=synthetic_text,prompt_tokens={PROMPT},output_tokens={ANSWER}"),
-        *("--output", "kind=console", "--output", f"kind=json,path={folder / 'report.json'}", "--disable-progress"),
-    ]
+    @property
+    def main(self) -> str:
+        """The distribution whose version is shown."""
+        return re.split(r"[\[=<>]", self.packages[0])[0]
 
 
-def _guidellm_failed(folder: Path) -> int:
-    requests = _read(folder / "report.json")["benchmarks"][0]["requests"]
-    return REQUESTS - len(requests["successful"])
-
-
-def _guidellm_table(printed: str) -> str:
-    """Return the second copy of the tables, which are printed twice."""
-    return printed[printed.rindex("ℹ Run Summary Info") :].partition("✔ Benchmarking")[0]  # noqa: RUF001
-
-
-def _aiperf(http: str, folder: Path) -> list[str]:
-    return [
-        *("profile", "--model", MODEL.name, "--url", f"http://{http}", "--endpoint-type", "chat", "--streaming"),
-        *("--tokenizer", str(MODEL), "--concurrency", str(STREAMS), "--request-count", str(REQUESTS)),
-        *("--synthetic-input-tokens-mean", str(PROMPT), "--synthetic-input-tokens-stddev", "0"),
-        *("--output-tokens-mean", str(ANSWER), "--extra-inputs", f"min_tokens:{ANSWER}"),
-        *("--ui", "none", "--output-artifact-dir", str(folder)),
-    ]
-
-
-def _aiperf_failed(folder: Path) -> int:
-    return REQUESTS - int(_read(folder / "profile_export_aiperf.json")["request_count"]["avg"])
-
-
-def _aiperf_table(printed: str) -> str:
-    found = re.search(r"^ *NVIDIA AIPerf \| LLM Metrics *$.*?^└[─┴]*┘$", printed, re.MULTILINE | re.DOTALL)
-    return found.group() if found else printed[-4000:]
-
-
-TOOLS = {
-    "guidellm": Tool(
-        "guidellm==0.8.1",
-        _guidellm,
-        _guidellm_table,
-        _guidellm_failed,
-        "It asks for usage in each chunk (`stream_options.continuous_usage_stats`) and for answers of the full length "
-        "(`ignore_eos`).",
-        {"HF_HUB_OFFLINE": "1"},
-    ),
-    "aiperf": Tool(  # with HF_HUB_OFFLINE it accepts no folder as tokenizer
-        "aiperf==0.13.0",
-        _aiperf,
-        _aiperf_table,
-        _aiperf_failed,
-        "`min_tokens` has each answer be of the full length. With aiperf's `ignore_eos:true` instead, the demo model "
-        "repeats its end of text, which has no text, and aiperf counts an answer of nothing else as failed.",
-    ),
+CLIENTS = {
+    "openai": Client(("openai",)),
+    "litellm": Client(("litellm",)),
+    "langchain": Client(("langchain-openai",)),
+    "llama-index": Client(("llama-index-llms-openai-like",)),
+    "pydantic-ai": Client(("pydantic-ai-slim[openai]",)),
+    "instructor": Client(("instructor",)),
+    "outlines": Client(("outlines[openai]",)),
+    "guidance": Client(("guidance", "openai")),
+    "anthropic": Client(("anthropic",)),
+    "lm-eval": Client(("lm-eval[api]", "transformers", "tokenizers")),
+    "inspect-ai": Client(("inspect-ai", "openai")),
 }
 
 
-def _read(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+@dataclass(frozen=True)
+class Found:
+    """The outcome of one client: (check, "" or the reason of its failure), and the versions of its packages."""
+
+    versions: str
+    checks: tuple[tuple[str, str], ...]
+    day: str
 
 
-def installed(name: str) -> Path:
-    """Return the program of a tool. Creates its environment if needed, with this project's version of torch."""
-    folder, requirement = BUILD / name, TOOLS[name].requirement
-    mark = folder / f"{requirement}.installed"
-    if not mark.is_file():
-        print(f"{name}: installing {requirement} into {folder.relative_to(ROOT)}", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        torch = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch==")]
-        limits = folder / "constraints.txt"
-        limits.write_text("\n".join(torch) + "\n")
-        index = os.environ.get("TORCH_INDEX")
-        pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "-q"]
-        more = ["--extra-index-url", index] if index else []
-        subprocess.run([*pip, *more, "-c", str(limits), requirement], check=True)
-        mark.touch()
-    return folder / "bin" / name
+def model_with_tools(folder: Path) -> Path:
+    """Copy the demo model to `folder`/demo, with a chat template that takes tools, and return the copy."""
+    shutil.copytree(ROOT / "models/demo", folder / "demo")
+    (folder / "demo/chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    return folder / "demo"
 
 
 @contextmanager
-def cluster() -> Iterator[str]:
-    """Run `configs/local.yaml` on free ports and yield the address of its HTTP API."""
-    baton = [sys.executable, "-m", "baton"]
-    sets = [f"--set={port}=127.0.0.1:0" for port in PORTS]
-    up = [*baton, "up", "-c", "configs/local.yaml", f"--set=name={NAME}", *sets, "--detach", "--json"]
-    started = subprocess.run(up, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+def served() -> Iterator[tuple[str, Path]]:
+    """Run `baton serve` on any free ports. Yield the base URL of the HTTP API and the model's folder."""
+    with tempfile.TemporaryDirectory(prefix="baton-clients-") as home:
+        model = model_with_tools(Path(home))
+        baton, env = [sys.executable, "-m", "baton"], {**os.environ, "BATON_HOME": home}
+        ports = [f"--set=router.{name}=127.0.0.1:0" for name in ("grpc", "metrics")]
+        started = subprocess.run(
+            [*baton, "serve", str(model), "--port", "0", *ports, "--detach"],
+            cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True,
+        )  # fmt: skip
+        found = re.search(r"HTTP +(http://\S+)/v1", started.stdout)
+        try:
+            assert found is not None, started.stdout
+            yield found[1], model
+        finally:
+            subprocess.run([*baton, "down", "--name", "serve"], cwd=ROOT, env=env, check=True)
+
+
+def installed(name: str, folder: Path) -> Path:
+    """Return the Python of a client's environment, which is made if it is missing or has other packages."""
+    place, packages = folder / name, CLIENTS[name].packages
+    mark = place / "packages.txt"
+    if not (mark.is_file() and mark.read_text() == "\n".join(packages)):
+        print(f"{name}: installing {' '.join(packages)}", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(place)], check=True)
+        pip = [str(place / "bin/python"), "-m", "pip", "--disable-pip-version-check", "install", "-q"]
+        subprocess.run([*pip, *packages], check=True)
+        mark.write_text("\n".join(packages))
+    return place / "bin/python"
+
+
+def run(name: str, python: Path, base: str, model: Path) -> Found:
+    """Run a client's program, and return its checks. A program that breaks is one failed check."""
+    program = PROGRAMS / f"run_{name.replace('-', '_')}.py"
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "BATON", "OPENAI"))}
+    env |= {"HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "OTEL_SDK_DISABLED": "true"}
+    command = [str(python), str(program), base, "demo", str(model)]
     try:
-        yield json.loads(started.stdout)["http"]
-    finally:
-        subprocess.run([*baton, "down", "--name", NAME], cwd=ROOT, check=True)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        lines, broken = done.stdout.splitlines(), done.stderr.strip().splitlines()[-1:] if done.returncode else []
+    except subprocess.TimeoutExpired:
+        lines, broken = [], [f"no end after {TIMEOUT_S} s"]
+    given: list[Any] = [json.loads(line) for line in lines if line.startswith('{"check"')]
+    checks = [(each["check"], "" if each["ok"] else short(each["reason"])) for each in given]
+    checks += [("program", short(line)) for line in broken]
+    return Found(version(python, CLIENTS[name].main), tuple(checks), date.today().isoformat())
 
 
-def measured(name: str, http: str) -> bool:
-    """Run one tool, write its report, and return whether all its requests succeeded."""
-    tool, program, folder = TOOLS[name], installed(name), BUILD / f"{name}-results"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    arguments = tool.arguments(http, folder)
-    env = {**os.environ, **tool.env, "COLUMNS": "140"}
-    env.pop("PYTHONPATH", None)
-    run = subprocess.run([str(program), *arguments], cwd=folder, env=env, capture_output=True, text=True, check=False)
-    (folder / "printed.log").write_text(run.stdout + run.stderr)
-    if run.returncode != 0:
-        print(f"{name}: ended with {run.returncode}\n{(run.stdout + run.stderr)[-4000:]}")
-        return False
-    failed = tool.failed(folder)
-    REPORTS.mkdir(parents=True, exist_ok=True)
-    (REPORTS / f"{name}.md").write_text(report(name, shlex.join([name, *arguments]), failed, run.stdout))
-    print(f"{name}: {REQUESTS} requests, {failed} failed; docs/reports/{name}.md")
-    return failed == 0
+def version(python: Path, distribution: str) -> str:
+    """Return `NAME VERSION` of a distribution in an environment."""
+    code = f"import importlib.metadata as m; print(m.version({distribution!r}))"
+    shown = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    return f"{distribution} {shown}"
 
 
-def report(name: str, command: str, failed: int, printed: str) -> str:
-    """Return the report in Markdown, without the paths of this machine."""
-    tool = TOOLS[name]
-    shown = command.replace(str(BUILD / f"{name}-results"), "RESULTS").replace(f"{ROOT}/", "")
-    table = "\n".join(line.rstrip() for line in tool.table(printed).strip().splitlines())
-    return f"""# {name}
-`{tool.requirement}` against `configs/local.yaml` (demo model), {date.today()}, {os.cpu_count()} CPU cores, no GPU:
-**{REQUESTS} requests, {failed} failed**. Made by `python tools/clients.py {name}`; the tool is not changed in any way.
-{tool.remark}
+def short(reason: str) -> str:
+    """Return a reason for a cell: one line, no addresses or paths of this machine."""
+    line = " ".join(reason.split()).replace("|", "/").replace("`", "'")
+    line = re.sub(r"(https?://)?127\.0\.0\.1:\d+", "the server", line)
+    line = re.sub(r"(/[\w.+-]+){3,}", "a file", line)
+    message = re.search(r"'message': (['\"])(.*?)\1,", line)
+    kind = line.partition(":")[0]
+    return (f"{kind}: {message[2]}" if message else line)[:200]
 
-Tool and server share the cores, and the model is a toy: this shows that they understand each other, not how fast the
-server is ([performance.md](../performance.md) does).
-```
-{shown}
-```
-What it printed, less its settings:
-```
+
+def page(rows: Mapping[str, str]) -> str:
+    """Return the page with a row for each client, in the order of `CLIENTS`."""
+    table = "\n".join(rows[name] for name in CLIENTS if name in rows)
+    return f"""# Clients
+Unchanged clients against `baton serve` on the demo model, with a chat template that takes tools.
+`python tools/clients.py` writes this page; do not edit it. Each client runs in an environment of its own, with a
+program of [tools/client_programs](../../tools/client_programs). A failed check has its reason.
+A check tests that client and server understand each other, and not the quality of the answer: the model is a toy.
+
+| client | version | date | works | fails |
+|---|---|---|---|---|
 {table}
-```
+
+[guidellm](../reports/guidellm.md) and [aiperf](../reports/aiperf.md) generate load. `python tools/load_generators.py`
+runs both.
 """
 
 
-def main() -> None:
-    """Parse the command line and run the tools."""
+def row(name: str, found: Found) -> str:
+    """Return the row of one client."""
+    works = ", ".join(check for check, reason in found.checks if not reason) or "-"
+    fails = "; ".join(f"**{check}**: {reason}" for check, reason in found.checks if reason) or "-"
+    return f"| {name} | {found.versions} | {found.day} | {works} | {fails} |"
+
+
+def kept(text: str) -> dict[str, str]:
+    """Return the rows of an earlier page by client."""
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return {line.split(" | ")[0].removeprefix("| "): line for line in lines}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line, run the clients and write the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("tools", nargs="*", choices=[*TOOLS, "all"], default="all")
-    given = parser.parse_args().tools
-    names = list(TOOLS) if "all" in given else given
-    for name in names:
-        installed(name)
-    with cluster() as http:
-        good = [measured(name, http) for name in names]
-    sys.exit(0 if all(good) else 1)
+    parser.add_argument("--only", nargs="+", choices=CLIENTS, default=list(CLIENTS), metavar="NAME")
+    parser.add_argument("--environments", type=Path, default=BUILD, metavar="FOLDER")
+    parser.add_argument("--out", type=Path, default=PAGE, metavar="FILE")
+    options = parser.parse_args(arguments)
+    pythons = {name: installed(name, options.environments.absolute()) for name in options.only}
+    rows = kept(options.out.read_text(encoding="utf-8")) if options.out.is_file() else {}
+    failed = False
+    with served() as (base, model):
+        for name, python in pythons.items():
+            found = run(name, python, base, model)
+            rows[name] = row(name, found)
+            failed = failed or any(reason for _, reason in found.checks)
+            print(rows[name], flush=True)
+    options.out.write_text(page(rows), encoding="utf-8")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -22,6 +22,8 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from baton.engine.kernels.cpu.compiler import machine
+
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "Dockerfile").read_text()
 IGNORED = (ROOT / ".dockerignore").read_text()
@@ -142,7 +144,7 @@ class Image:
         self.env = {name: text for name, text in os.environ.items() if not name.startswith(PYTHONS_OWN)}
         self.env["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # the base image's python3
         if self.borrows:
-            self.env["PIP_NO_INDEX"] = "1"
+            self.env |= {"PIP_NO_INDEX": "1", "BATON_WHEEL_KERNELS": "avx2"}
 
     def at(self, path: str) -> Path:
         """Return the path here of a path in the image."""
@@ -225,7 +227,7 @@ def test_the_steps_make_something_that_serves(tmp_path: Path, borrows: bool):
     (tmp_path / "root" / "tmp").mkdir(parents=True)
     image.build(TEXT)
     scripts = [words[1] for words in image.ran]
-    assert scripts == [f"tools/image/{name}.sh" for name in ("dependencies", "wheel", "system", "install")]
+    assert scripts == [f"tools/image/{name}.sh" for name in ("dependencies", "system", "wheel", "install")]
     home, elsewhere = image.at(HOME), tmp_path / "elsewhere"
     elsewhere.mkdir()
     before = files(home)
@@ -237,6 +239,10 @@ def test_the_steps_make_something_that_serves(tmp_path: Path, borrows: bool):
         assert checked.stdout.startswith(f"{file}: ok"), checked.stdout + checked.stderr
     shown = image.call(["baton", "config", "show", str(home / "configs" / "local.yaml")], elsewhere)
     assert f"path: {home}/models/demo" in shown.stdout
+    doctor = image.call(
+        ["baton", "doctor", "--json"], elsewhere, BATON_CPU_LEVEL="avx2", BATON_HOME=str(tmp_path / "d")
+    )
+    assert "avx2" not in machine().flags or "compiled for avx2 (bf16, f32), in the wheel" in doctor.stdout
     free = [word for listener in ("grpc", "metrics") for word in ("--set", f"router.{listener}=127.0.0.1:0")]
     model = ["baton", "serve", str(home / "models" / "demo"), "--port", "0", "--detach"]
     image.env["BATON_HOME"] = str(tmp_path / "state")

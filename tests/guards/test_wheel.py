@@ -5,9 +5,12 @@ Only one level is compiled here. The hook compiles each level in the same way.
 
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
+import tarfile
+import urllib.request
 import venv
 import zipfile
 from dataclasses import dataclass
@@ -62,6 +65,11 @@ def wheel(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def sdist(wheel):
+    return next(wheel.parent.glob("*.tar.gz"))
+
+
+@pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
     """An environment that has the wheel, and the other distributions of this one."""
     home = tmp_path_factory.mktemp("env")
@@ -101,6 +109,29 @@ def test_the_demo_runs_outside_the_repository(installed):
     done = installed("baton", "demo", "--no-stay", "--set", "ray.address=none")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "prefill-0" in done.stdout
+
+
+def test_serve_answers_http_outside_the_repository(installed):
+    """As a newcomer does it: `baton serve` on the shipped model, then a first request."""
+    free = [f"--set=router.{name}=127.0.0.1:0" for name in ("grpc", "metrics")]
+    try:
+        started = installed("baton", "serve", "--port", "0", "--detach", *free)
+        assert started.returncode == 0, started.stdout + started.stderr
+        (base,) = re.findall(r"HTTP +(http://\S+)/v1", started.stdout)
+        body = json.dumps({"prompt": "The color of dog", "max_tokens": 8, "temperature": 0}).encode()
+        asked = urllib.request.Request(f"{base}/v1/completions", body, {"content-type": "application/json"})
+        with urllib.request.urlopen(asked, timeout=scaled(60)) as reply:
+            assert json.load(reply)["choices"][0]["text"] == " can vary widely"
+    finally:
+        assert installed("baton", "down", "--name", "serve").returncode == 0
+
+
+def test_the_sdist_has_what_a_wheel_is_made_of(sdist):
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"models/demo/model.safetensors", "configs/local.yaml", "tools/image/wheel_hook.py"} <= names
+    assert any(name.startswith("baton/engine/kernels/cpu/") and name.endswith(".c") for name in names)
+    assert not any(name.startswith(("shared/", ".venv", "dist/")) for name in names)
 
 
 def test_kernels_of_other_sources_are_not_loaded(installed):
