@@ -26,7 +26,7 @@ class CompletionFormat:
 
     prefix, whole, chunk = "cmpl-", "text_completion", "text_completion"  # of the answer's id; names of the objects
 
-    def in_thought(self, index: int) -> bool:
+    def in_reasoning(self, index: int) -> bool:
         return False
 
     def read(self, index: int, text: str) -> None:
@@ -91,8 +91,8 @@ class Reading:
 
 
 class ChatFormat:
-    """Choices of `chat.completion` objects and chunks. See `CompletionFormat`. `opened` is set if the prompt ends in a
-    thought.
+    """Choices of `chat.completion` objects and chunks. See `CompletionFormat`. `opened` is set if the prompt ends
+    inside reasoning.
     """
 
     request_id, opened = "", False
@@ -107,7 +107,7 @@ class ChatFormat:
         self._parts = defaultdict[int, list[Part]](list)  # of answers that are not streamed
         self._counts: Counter[int] = Counter()  # calls of each choice
 
-    def in_thought(self, index: int) -> bool:
+    def in_reasoning(self, index: int) -> bool:
         return not self._plain and self._reader(index).thinking
 
     def read(self, index: int, text: str) -> None:

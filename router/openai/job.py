@@ -9,8 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-import orjson
-
 from baton.client._retry import RESUMABLE_S
 from baton.errors import InvalidRequest, Violation
 from baton.limits import MAX_HTTP_COUNTS
@@ -20,6 +18,7 @@ from router.openai.choices import ChatFormat, ChoiceFormat, CompletionFormat, Re
 from router.openai.errors import Json
 from router.openai.formats.forced import calls_or, forced_schema
 from router.openai.formats.wire import AnswerWire
+from router.openai.formats.wire import json_text as _json
 from router.openai.logprobs.prompt import Wanted
 from router.openai.schema import ChatBody, Common, CompletionBody, Message, Prompt, StreamOptions, TokenizeBody, Tool
 from router.openai.upstream import EventId, Rename, wrong_id
@@ -84,7 +83,7 @@ def chat_job(body: ChatBody, tool_form: str = "", reasoning_form: str = "") -> J
     schema = _schema(body, tool_form)
     if schema is not None:
         field = "tools" if body.forced else "response_format.json_schema.schema"
-        request.constraint.json_schema = json_text(schema, field)
+        request.constraint.json_schema = _json(schema, field)
     if body.logprobs:
         request.logprobs = body.top_logprobs or 0
     names = _names("max_completion_tokens" if given else "max_tokens", _constrained_by(body))
@@ -144,9 +143,9 @@ def _chat(body: ChatBody | TokenizeBody, tools: Sequence[Tool]) -> pb.ChatMessag
     )
     chat.messages.extend(_turn(message, called.get(message.tool_call_id or "")) for message in messages)
     if tools:
-        chat.tools = json_text([_shown(tool) for tool in tools], "tools")
+        chat.tools = _json([_shown(tool) for tool in tools], "tools")
     if kwargs is not None:
-        chat.template_kwargs = json_text(kwargs, "chat_template_kwargs")
+        chat.template_kwargs = _json(kwargs, "chat_template_kwargs")
     return chat
 
 
@@ -221,7 +220,7 @@ def _constraint(body: Common) -> pb.Constraint | None:
     if wanted.choice is not None:
         return pb.Constraint(choices=pb.Choices(texts=wanted.choice))
     shape = {"type": "object"} if wanted.json_schema is None else wanted.json_schema
-    return pb.Constraint(json_schema=shape if isinstance(shape, str) else json_text(shape, field))
+    return pb.Constraint(json_schema=shape if isinstance(shape, str) else _json(shape, field))
 
 
 def _constrained_by(body: ChatBody) -> str:
@@ -229,14 +228,6 @@ def _constrained_by(body: ChatBody) -> str:
     if body.forced:
         return "tools"
     return "response_format" if body.wanted_text is None else body.wanted_text[0]
-
-
-def json_text(value: object, field: str) -> str:
-    """Return `value` as JSON. Raises InvalidRequest naming `field` if it is nested too deeply."""
-    try:
-        return orjson.dumps(value).decode()
-    except orjson.JSONEncodeError:  # orjson reads 1024 levels and writes 254
-        raise InvalidRequest.of(field, "is nested too deeply") from None
 
 
 def _http_name(field: str, more: dict[str, str]) -> str:

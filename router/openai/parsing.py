@@ -139,7 +139,7 @@ def _violation(detail: Any, kind: type[BaseModel]) -> Violation:
     )
     place, message = "".join(steps).removeprefix(".")[:128], str(detail["msg"]).removeprefix("Value error, ")
     if detail["type"] == "union_tag_invalid":
-        return Violation(place, f"type: must be one of {message.rpartition('tags: ')[2]}")
+        return Violation(f"{place}.type", f"must be one of {message.rpartition('tags: ')[2]}")
     if detail["type"] == "extra_forbidden":
         return Violation(place or "''", _unknown(detail["loc"], kind))
     if detail["type"] == "missing":

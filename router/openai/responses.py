@@ -262,12 +262,12 @@ class Answer:
 
     @contextmanager
     def _reading(self, piece: _Piece) -> Iterator[None]:
-        """Count the tokens of `piece`, which the block reads: as reasoning if it is a part of a thought."""
+        """Count the tokens of `piece`, which the block reads: as reasoning if they are read inside of it."""
         form, choice = self.job.format, self._choices[piece.index]
-        before, known = form.in_thought(piece.index), choice.tokens
+        before, known = form.in_reasoning(piece.index), choice.tokens
         yield
         choice.tokens = piece.tokens or known
-        if before or form.in_thought(piece.index):
+        if before or form.in_reasoning(piece.index):
             self._reasoned += choice.tokens - known
 
     async def _pieces(self, streams: Streams, keep_alive_s: float | None) -> AsyncIterator[list[_Piece]]:
@@ -301,7 +301,7 @@ class Answer:
             case "accepted":
                 self._prompts[number] = event.accepted.prompt_tokens
                 self._fingerprints[number] = event.accepted.system_fingerprint
-                self.job.format.opened = event.accepted.in_thought
+                self.job.format.opened = event.accepted.in_reasoning
                 return await self._echoed(number) if self.job.returns.echo_top is None else []
             case "prompt_logprobs":
                 self._returned[number].add(event.prompt_logprobs)

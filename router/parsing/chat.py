@@ -169,7 +169,7 @@ def _message(message: pb.ChatMessage, *, decoded: bool) -> dict[str, object]:
         found["tool_call_id"] = message.tool_call_id
     if message.HasField("reasoning"):
         found["reasoning_content"] = found["reasoning"] = message.reasoning
-        if not (message.content and message.tool_calls):  # gpt-oss rejects a thought with both
+        if not (message.content and message.tool_calls):  # gpt-oss rejects reasoning with both
             found["thinking"] = message.reasoning
     if message.tool_calls:
         found["tool_calls"] = [_call(call, decoded) for call in message.tool_calls]

@@ -28,7 +28,7 @@ from baton.rpc.v1 import inference_pb2 as pb
 from baton.structured_output import Grammars
 from baton.tokenizer import Tokenizer
 from router.parsing.chat import Chats
-from router.parsing.model_forms import REASONING, ends_in_thought
+from router.parsing.model_forms import REASONING, ends_in_reasoning
 
 DEFAULT_MAX_TOKENS = 16
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
@@ -64,7 +64,7 @@ class ParsedRequest:
     wants_spans: bool
     defaults: common_pb2.Sampling | None  # the model's, of parameters that the request left out
     exact: bool  # only repeat the record of the stream
-    in_thought: bool  # the prompt ends with an opened thought
+    in_reasoning: bool  # the prompt ends inside opened reasoning
     scored: int  # prompt tokens whose log-probabilities the client has
 
 
@@ -108,7 +108,7 @@ class RequestParser:
         """
         request = message.request
         with self.limiter.one_more(message):
-            found, in_thought = await self._spec(request, max_model_len, seed_of(request.idempotency_key or name))
+            found, in_reasoning = await self._spec(request, max_model_len, seed_of(request.idempotency_key or name))
             spec = limited(found)
             received = _received(message, spec, self.tokenizer.vocab_size)
             if spec.constraint is not None and any(received):
@@ -124,7 +124,7 @@ class RequestParser:
             wants_spans=request.trace,
             defaults=_left_out(self.defaults, request.sampling),
             exact=message.exact,
-            in_thought=in_thought,
+            in_reasoning=in_reasoning,
             scored=message.prompt_logprobs_received,
         )
 
@@ -132,7 +132,7 @@ class RequestParser:
         self, message: pb.GenerateRequest, max_model_len: int | None, seed: int
     ) -> tuple[SequenceSpec, bool]:
         """Return a complete spec: tokens within the vocabulary, all sampling set, output within the model's length. It
-        comes with whether the prompt ends in a thought.
+        comes with whether the prompt ends inside reasoning.
         """
         self.check_model(message.model)
         violations = list(_violations(message))
@@ -147,8 +147,8 @@ class RequestParser:
         if sampling is None or violations:
             raise InvalidRequest(*violations)
         await self._check(constraint)
-        prompt, in_thought = await self._prompt(message)
-        if in_thought and constraint is not None:
+        prompt, in_reasoning = await self._prompt(message)
+        if in_reasoning and constraint is not None:
             constraint = replace(constraint, after=REASONING[self.reasoning_form][1])
             await self._check(constraint)
         violations += _outside_vocabulary(prompt, sampling, self.tokenizer.vocab_size)
@@ -164,27 +164,27 @@ class RequestParser:
         if message.HasField("think_while_decoding"):
             thinks = message.think_while_decoding
         rest = constraint, message.deterministic, thinks, convert.asked_prompt_logprobs(message)
-        return SequenceSpec(prompt, sampling, (), message.priority, message.cache_scope, *rest), in_thought
+        return SequenceSpec(prompt, sampling, (), message.priority, message.cache_scope, *rest), in_reasoning
 
     async def _check(self, constraint: Constraint | None) -> None:
         if constraint is not None:
             await asyncio.to_thread(self._grammars.check, constraint)
 
     async def _prompt(self, message: pb.GenerateRequest) -> tuple[tuple[int, ...], bool]:
-        """Return the prompt, and whether it ends in a thought."""
-        field, in_thought = message.WhichOneof("prompt"), False
+        """Return the prompt, and whether it ends inside reasoning."""
+        field, in_reasoning = message.WhichOneof("prompt"), False
         special = message.add_special_tokens if message.HasField("add_special_tokens") else None
         if field == "token_ids":
             prompt = list(message.token_ids.ids)
         elif field == "chat":
             text = await self.chats.prompt(message.chat)
-            in_thought = ends_in_thought(text, self.reasoning_form)
+            in_reasoning = ends_in_reasoning(text, self.reasoning_form)
             prompt = await self._encoded(text, added=special is True)
         else:
             prompt = await self._encoded(message.text, added=special is not False)
         if not prompt:
             raise InvalidRequest.of(field or "prompt", "must not be empty")
-        return tuple(prompt), in_thought
+        return tuple(prompt), in_reasoning
 
     async def encode(self, source: str | pb.ChatMessages, special: bool | None = None) -> list[int]:
         """Return the token ids of a text or a conversation, computed in a thread if it is long. The tokenizer adds

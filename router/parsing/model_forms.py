@@ -52,7 +52,7 @@ def reasoning_form(sources: Iterable[str], has_token: Callable[[str], bool]) -> 
     return found or next((form for token, form in _TOKENS.items() if has_token(token)), "")
 
 
-def ends_in_thought(prompt: str, form: str) -> bool:
-    """Return whether a rendered prompt ends with an opened thought, as those of DeepSeek R1 do."""
+def ends_in_reasoning(prompt: str, form: str) -> bool:
+    """Return whether a rendered prompt ends inside opened reasoning, as those of DeepSeek R1 do."""
     begins, _ = REASONING.get(form, ((), ()))
     return prompt.rstrip().endswith(begins)

@@ -196,11 +196,11 @@ class EventStream:
         cached_tokens: int,
         determinism: str = "",
         defaults: Sampling | None = None,
-        in_thought: bool = False,
+        in_reasoning: bool = False,
     ) -> None:
         """Start to send Accepted. Returns without waiting for the write, unless the client does not read."""
         event = pb.Accepted(
-            prompt_tokens=prompt_tokens, cached_tokens=cached_tokens, defaults=defaults, in_thought=in_thought
+            prompt_tokens=prompt_tokens, cached_tokens=cached_tokens, defaults=defaults, in_reasoning=in_reasoning
         )
         event.system_fingerprint = determinism
         await self._write(begin=True, accepted=event)

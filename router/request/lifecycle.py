@@ -263,7 +263,7 @@ class ChoiceRun:
             self.request.determinism = attempt.determinism
         if self.choice == 0:
             parsed = self.request.parsed
-            rest = attempt.determinism, parsed.defaults, parsed.in_thought
+            rest = attempt.determinism, parsed.defaults, parsed.in_reasoning
             await client.accepted(len(self.spec.prompt), self._cached_tokens or 0, *rest)
 
     def deliver(self, tokens: list[Token]) -> list[Token]:

@@ -158,7 +158,10 @@ async def test_text_can_have_a_schema(gateway):
         ({"messages": []}, "messages: List should have at least 1 item"),
         ({"messages": [{"role": "user", "content": [RESULT]}]}, "messages: [0].content[0].tool_use_id: must be the id"),
         ({"messages": [{"role": "user", "content": [USE | {"id": "1"}]}]}, "tool_use is not allowed with role user"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "messages[0].content[0].type: must be one of 'text', 'thinking', 'tool_use', 'tool_result'",
+        ),
         ({"messages": [*ASK["messages"], {"role": "assistant", "content": "So"}]}, "the last one must have role user"),
         ({"tool_choice": {"type": "tool", "name": "x"}, "tools": [TOOL]}, "must name one of tools: weather"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type: must be 'custom'"),

@@ -47,7 +47,7 @@ async def test_a_thought_is_no_answer(gateway, tools, size, tokens):
 
 
 async def test_a_thought_that_the_prompt_opened(gateway):
-    steps = [{"accepted": pb.Accepted(prompt_tokens=3, in_thought=True)}, *spoken(f"Hm.</think>{CALL}", size=1)]
+    steps = [{"accepted": pb.Accepted(prompt_tokens=3, in_reasoning=True)}, *spoken(f"Hm.</think>{CALL}", size=1)]
     gateway.plays(*steps)
     done = await gateway.chat(tools=[WEATHER])
     choice = done.choices[0]

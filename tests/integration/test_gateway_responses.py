@@ -154,7 +154,7 @@ async def test_text_and_calls_can_have_a_schema(gateway):
         ({"conversation": "c"}, "conversation", "stores no responses"),
         ({"background": True}, "background", "must be False"),
         ({"input": []}, "input", "at least 1"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "'item_reference'"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "'message', 'function_call'"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "input_text"),
         (
             {"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]},

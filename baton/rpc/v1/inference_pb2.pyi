@@ -204,7 +204,7 @@ class Constraint(_message.Message):
 
     @_builtins.property
     def after(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Set by the router: the rest of a thought up to one of these marks comes first."""
+        """Set by the router: the rest of the reasoning, up to one of these marks, comes first."""
 
     def __init__(
         self,
@@ -427,14 +427,14 @@ class Accepted(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     SYSTEM_FINGERPRINT_FIELD_NUMBER: _builtins.int
     DEFAULTS_FIELD_NUMBER: _builtins.int
-    IN_THOUGHT_FIELD_NUMBER: _builtins.int
+    IN_REASONING_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
     """at the decode worker, as known at that time; `Usage` has the final number"""
     system_fingerprint: _builtins.str
     """see `Completed`"""
-    in_thought: _builtins.bool
-    """the prompt ends with an opened thought, by the marks of `Model.reasoning_form`"""
+    in_reasoning: _builtins.bool
+    """the prompt ends inside opened reasoning, by the marks of `Model.reasoning_form`"""
     @_builtins.property
     def defaults(self) -> _common_pb2.Sampling:
         """Sampling parameters that the request left out and that the model's generation_config.json sets. To resume, a client
@@ -448,11 +448,11 @@ class Accepted(_message.Message):
         cached_tokens: _builtins.int = ...,
         system_fingerprint: _builtins.str = ...,
         defaults: _common_pb2.Sampling | None = ...,
-        in_thought: _builtins.bool = ...,
+        in_reasoning: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["defaults", b"defaults"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "defaults", b"defaults", "in_thought", b"in_thought", "prompt_tokens", b"prompt_tokens", "system_fingerprint", b"system_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "defaults", b"defaults", "in_reasoning", b"in_reasoning", "prompt_tokens", b"prompt_tokens", "system_fingerprint", b"system_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

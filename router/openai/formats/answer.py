@@ -14,7 +14,7 @@ from router.parsing.model_forms import REASONING
 
 def reader_of(reasoning: str, form: str, tools: Tools, *, opened: bool = False) -> Source:
     """Return a reader of answers. `reasoning` and `form` are the model's forms; unknown ones find no reasoning, and
-    only bare calls. `tools` may be called; `opened` means that the prompt ends inside a thought.
+    only bare calls. `tools` may be called; `opened` means that the prompt ends inside reasoning.
     """
     if reasoning == "harmony" or (form == "harmony" and not reasoning):
         return Source(partial(read_harmony, tools=tools))
@@ -28,7 +28,7 @@ def _answer(
     s: Source, begins: tuple[str, ...], ends: tuple[str, ...], form: Form, tools: Tools, opened: bool
 ) -> Steps[None]:
     if opened and ends:
-        yield from _thought(s, ends)
+        yield from _reasoning(s, ends)
     marks, called = form.marks if tools else (), False
     while (yield from s.ahead()):
         if not s.said and tools and (yield from s.attempt(section(s, form, tools, bare=True))):
@@ -38,15 +38,15 @@ def _answer(
         gap = s.gap
         if mark in begins:
             s.take(len(mark))
-            yield from _thought(s, ends)
+            yield from _reasoning(s, ends)
         elif mark and (yield from s.attempt(section(s, form, tools, bare=False))):
             called = True
         elif mark:
             s.say(gap + s.take(len(mark)))
 
 
-def _thought(s: Source, ends: tuple[str, ...]) -> Steps[None]:
-    """Read a thought without white space around it. Nothing in it is a call."""
+def _reasoning(s: Source, ends: tuple[str, ...]) -> Steps[None]:
+    """Read reasoning without white space around it. Nothing in it is a call."""
     s.thinking = True
     yield from s.spaces()
     s.take(len((yield from s.until(ends, s.reason, cut=True))))

@@ -57,7 +57,7 @@ class Source:
         self._trial: list[str] | None = None  # text read since a trial began
         self._parts: list[Part] = []
         self.gap = ""  # white space before the mark that `until` found
-        self.said = False  # content since the last call or thought
+        self.said = False  # content since the last call or reasoning
         self.thinking = False
         self._steps = read(self)
 

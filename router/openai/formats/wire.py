@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import orjson
 
+from baton.errors import InvalidRequest
 from router.openai.errors import Json, Problem
+
+
+def json_text(value: object, field: str) -> str:
+    """Return `value` as JSON. Raises InvalidRequest naming `field` if it is nested too deeply."""
+    try:
+        return orjson.dumps(value).decode()
+    except orjson.JSONEncodeError:  # orjson reads 1024 levels and writes 254
+        raise InvalidRequest.of(field, "is nested too deeply") from None
 
 
 class AnswerWire:

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from router.openai.errors import Json
-from router.openai.job import Job, chat_job, http_names, json_text, translated
+from router.openai.formats.wire import json_text
+from router.openai.job import Job, chat_job, http_names, translated
 from router.openai.messages_api.answer import MessagesWire
 from router.openai.messages_api.schema import CountBody, MessagesBody, Text, Thinking, Tool, ToolResult, ToolUse, Turn
 from router.openai.parsing import validated

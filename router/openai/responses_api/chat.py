@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from router.openai.errors import Json
-from router.openai.job import Job, chat_job, http_names, json_text, translated
+from router.openai.formats.wire import json_text
+from router.openai.job import Job, chat_job, http_names, translated
 from router.openai.parsing import validated
 from router.openai.responses_api.answer import ResponsesWire
 from router.openai.responses_api.schema import (

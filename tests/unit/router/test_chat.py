@@ -151,7 +151,7 @@ async def test_the_form_of_reasoning(tmp_path, template, parser, form, opened):
     asked = pb.ResumeRequest(request=pb.GenerateRequest(chat=chat(("user", "a b"))))
     asked.request.constraint.choices.texts.append("yes")
     parsed = await made.parse(asked, "r", 100)
-    assert (made.reasoning_form, parsed.in_thought) == (form, opened)
+    assert (made.reasoning_form, parsed.in_reasoning) == (form, opened)
     ends = {"think": ("</think>",), "magistral": ("[/THINK]",)}
     assert parsed.spec.constraint is not None
     assert parsed.spec.constraint.after == (ends[form] if opened else ()), "it holds after the thought"
