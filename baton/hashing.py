@@ -12,7 +12,7 @@ import blake3
 import xxhash
 
 
-def frame_digest(data: bytes | bytearray | memoryview) -> bytes:
+def frame_digest(data: bytes | memoryview) -> bytes:
     """Return 16 bytes over `data` in wire order."""
     return xxhash.xxh3_128_digest(data)
 

@@ -50,16 +50,16 @@ class IncomingHandoff:
     places: Places = field(default_factory=Places)  # in the pool of the sender, of a one-sided channel
     whole: KVDigest | None = None  # None unless the whole KV is verified
     digests: list[bytes] = field(default_factory=list)
-    state: bytearray = field(default_factory=bytearray)  # of recurrent layers; complete before the commit is queued
+    state: list[bytes] = field(default_factory=list)  # parts, of recurrent layers; all precede the commit
     dropped: bool = False
     busy_s: float = 0.0
     first_at: float = 0.0  # time of the first announcement; 0 before it
     last_at: float = 0.0
 
     def check(self, message: pb.Commit) -> None:
-        """Raise DigestMismatch if the received KV or recurrent state differs from what was sent."""
+        """Raise DigestMismatch if the received KV or recurrent state differs from the sent one."""
         sent = message.recurrent.digest if message.HasField("recurrent") else frame_digest(b"")
-        if frame_digest(self.state) != sent:
+        if frame_digest(b"".join(self.state)) != sent:
             raise DigestMismatch(f"handoff {self.handoff}: the state of the recurrent layers differs")
         if list(message.digests) != self.digests:
             wrong = [n for n, pair in enumerate(zip_longest(self.digests, message.digests)) if len(set(pair)) > 1]
@@ -254,8 +254,8 @@ class ReceiveLoop:
         handoff, most = convert.handoff_from_pb(message.handoff), self._end.kv.layout.state_bytes
         if (inbound := self.open.get(handoff)) is None:
             return
-        inbound.state += message.data
-        if len(inbound.state) > most:
+        inbound.state += [message.data] if message.data else []
+        if sum(map(len, inbound.state)) > most:
             raise FrameRefused(
                 f"the state of {handoff} has more than the {most} bytes of this model's recurrent layers"
             )
@@ -393,7 +393,7 @@ class ReceiveLoop:
         if not inbound.announced.complete:
             text = f"only {inbound.announced.nbytes} bytes were announced, which is incomplete"
             raise FrameRefused(f"commit of {inbound.handoff}: {text}")
-        end = end_of(message, bytes(inbound.state))
+        end = end_of(message, b"".join(inbound.state))
         if end.spec is not None and len(end.spec) != inbound.known_tokens + 1:
             text = f"{len(end.spec)} tokens, but {inbound.known_tokens} were offered"
             raise FrameRefused(f"commit of {inbound.handoff}: {text}")

@@ -102,8 +102,8 @@ class BlockPool:
     """The blocks 0..total-1 of one worker. Used by one thread. The counts must add up after every transition.
     `on_index(added, removed)` receives hashes that can be found from now on, and those that no longer can.
     `generations` has a number for each block, which changes before the block is given out again; by default a list.
-    With `slots`, each sequence also has one of so many slots for the state of recurrent layers, from the allocation or
-    reservation of its blocks until they are free.
+    In a pool of `slots`, each sequence also has one of so many slots for the state of recurrent layers, from the
+    allocation or reservation of its blocks until they are free.
     """
 
     def __init__(

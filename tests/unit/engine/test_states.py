@@ -30,7 +30,7 @@ from tests.support.engines import (
 from tests.unit.model.checkpoints import RECURRENT
 
 BLOCK, NEW = 8, 12
-NAMES = ["lfm2", "qwen3_5", "granite-hybrid"]
+NAMES = ["lfm2", "qwen3_5", "granite-hybrid", "nemotron_h"]
 
 
 @pytest.fixture(scope="module", params=NAMES)

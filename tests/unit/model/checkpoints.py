@@ -57,6 +57,7 @@ CLASSES = {
     "qwen3_5_moe_text": transformers.Qwen3_5MoeForCausalLM,
     "granitemoehybrid": transformers.GraniteMoeHybridForCausalLM,
     "nemotron_h": transformers.NemotronHForCausalLM,
+    "bamba": transformers.BambaForCausalLM,
     "lfm2": transformers.Lfm2ForCausalLM,
     "lfm2_moe": transformers.Lfm2MoeForCausalLM,
 }
@@ -344,6 +345,19 @@ NEMOTRON_H: dict[str, Any] = {"layers_block_type": ["linear_attention", "mlp", "
 NEMOTRON_H |= {"mamba_num_heads": 6, "mamba_head_dim": 16, "ssm_state_size": 10, "head_dim": 12}
 
 RECURRENT: dict[str, Variant] = {
+    "bamba": Variant(
+        "bamba",
+        {
+            **FOUR,
+            "attn_layer_indices": [2],
+            "mamba_n_heads": 6,
+            "mamba_d_state": 10,
+            "mamba_n_groups": 3,
+            "num_attention_heads": 6,
+            "mlp_bias": True,
+            "attention_bias": True,
+        },
+    ),
     "nemotron_h": Variant("nemotron_h", NEMOTRON_H),
     "nemotron_h-experts": Variant(
         "nemotron_h",

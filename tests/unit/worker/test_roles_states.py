@@ -10,7 +10,7 @@ from baton.engine.engine import Engine
 from baton.engine.models.loading import load_model
 from baton.tokenizer import OracleTokenizer
 from baton.worker.engine_factory import generate
-from tests.support.engines import ids
+from tests.support.engines import block_names, ids
 from tests.support.fake_pusher import CUT
 from tests.support.sessions import H, next_of, prefill, release, repush, reserve
 from tests.support.workers import DecodeSide, Pair, PrefillSide
@@ -71,6 +71,23 @@ def test_a_handoff_carries_the_state_also_from_a_checkpoint(router, workers, ans
         assert tokens_of(router, handoff) == answer
         workers.ends_free()
     assert workers.prefill.engine.counters.prefill_tokens == LENGTH + LENGTH - 24
+    assert workers.decode.engine.counters.prefill_tokens == 0
+
+
+def test_a_decode_worker_shares_cached_blocks_without_a_checkpoint(router, workers, backend, answer):
+    """It has 24 positions of the second handoff. The prefill worker fetches nothing and sends the rest."""
+    workers.begin(router, H, spec_of())
+    workers.finish()
+    workers.prefill.loop.drain()
+    workers.prefill.engine.pool.allocate(workers.prefill.engine.pool.available).release()  # evicts its cache
+    again, prefix = HandoffId("again", 1), block_names(backend, spec_of().prompt, size=BLOCK)
+    workers.decode.take(router, reserve(again, LENGTH, prefix=prefix, fingerprint=workers.fingerprint))
+    skip = router.cached_at(again)
+    assert skip == 24
+    workers.prefill.take(router, prefill(again, spec_of(), skip=skip))
+    workers.finish(again)
+    assert tokens_of(router, again) == answer
+    assert workers.prefill.engine.counters.prefill_tokens == 2 * LENGTH
     assert workers.decode.engine.counters.prefill_tokens == 0
 
 

@@ -51,6 +51,15 @@ def _granite_hybrid(fields: Fields, sizes: Sizes, family: Family) -> DecoderSpec
     return replace(spec, experts=experts)
 
 
+def _bamba(fields: Fields, sizes: Sizes, family: Family) -> DecoderSpec:
+    attends = fields.integers("attn_layer_indices")
+    types = tuple(common.FULL if layer in attends else _MAMBA[0] for layer in range(sizes.layers))
+    spec = plain_decoder(fields, sizes, family)
+    recurrent = common.recurrent_layers(fields, types, _MAMBA[0], _mamba(fields, sizes, spec))
+    names = Names(norm="model.final_layernorm", mlp="feed_forward", before_mlp="pre_ff_layernorm", recurrent="mamba")
+    return replace(spec, recurrent=recurrent, names=names)
+
+
 _MAMBA = ("linear_attention", "mamba")
 _HYBRID = Names(
     mlp="block_sparse_moe", router="router.layer", shared="shared_mlp", up=("input_linear",), down="output_linear",
@@ -143,8 +152,13 @@ FAMILIES = {
     ),
     "granitemoehybrid": Family(
         "GraniteMoeHybridForCausalLM", 2048, _granite_hybrid, qkv_bias=None, o_bias=None, slides="types", window=None,
-        state="convolution tails and matrices",
+        state="convolution tails and matrices", renamed={"layers_block_type": "layer_types"},
         differs="as Granite; Mamba 2 in most layers; mixture of experts with shared ones, or none"
+    ),
+    "bamba": Family(
+        "BambaForCausalLM", 262144, _bamba, qkv_bias=None, o_bias=None, mlp_bias=None, kv_heads=8, norm_eps=1e-5,
+        partial=0.5, slides="types", window=None, state="convolution tails and matrices",
+        differs="Mamba 2 in most layers; half of dimensions rotates",
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM", 32768, _smollm3, qkv_bias=None, o_bias=None, mlp_bias=None, kv_heads=4, rope_theta=2e6,

@@ -139,7 +139,9 @@ FAMILIES = {
     "nemotron_h": Family(
         "NemotronHForCausalLM", 4096, _nemotron_h, kv_heads=8, head_dim=128, norm_eps=1e-5,
         eps_key="layer_norm_epsilon", slides="types", window=None, unread=("mtp.",),
-        listed=("layers_block_type", "hybrid_override_pattern"), state="convolution tails and matrices", renamed={
+        listed=("layers_block_type", "hybrid_override_pattern"), state="convolution tails and matrices", defaults={
+            "mlp_hidden_act": "relu2"
+        }, renamed={
             "mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias",
             "mamba_dt_min": "time_step_min",
         },

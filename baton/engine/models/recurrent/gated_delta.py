@@ -4,7 +4,7 @@
     S = exp(g) S + k beta (v - k^T exp(g) S)        for each token and value head, S [key_dim, value_dim]
     y = out(norm(q^T S / sqrt(key_dim)) * silu(z(x)))
 
-Prompts are computed in chunks. A chunk solves one triangular system for what its tokens write, instead of a loop.
+Prompts are computed in chunks. A chunk solves one triangular system for all its writes, instead of a loop.
 """
 
 from __future__ import annotations

@@ -1,0 +1,75 @@
+"""config.json of models with recurrent layers: defaults of `transformers`, and rejections."""
+
+import json
+from typing import Any
+
+import pytest
+
+from baton.engine.models.config import ModelConfig, parse_config
+from baton.engine.models.json_fields import Fields
+from baton.errors import CheckpointError
+from tests.unit.model.checkpoints import CLASSES, CONV, FOUR, RECURRENT
+
+NEEDED = {"vocab_size", "hidden_size", "num_attention_heads", "intermediate_size", "architectures", "model_type"}
+NEEDED |= {"num_hidden_layers", "layers_block_type"}
+
+
+def settings_of(family: str, **changes: Any) -> dict[str, Any]:
+    """Return config.json as transformers writes it, with all keys."""
+    found = json.loads(CLASSES[family].config_class(**changes).to_json_string(use_diff=False))
+    return found | {"architectures": [CLASSES[family].__name__]}
+
+
+def parsed(settings: dict[str, Any]) -> ModelConfig:
+    return parse_config(Fields("config.json", settings))
+
+
+TYPES: dict[str, dict[str, Any]] = {
+    "lfm2_moe": {"layer_types": CONV * 8},
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
+}
+
+
+@pytest.mark.parametrize("family", sorted({variant.family for variant in RECURRENT.values()}))
+def test_absent_keys_mean_the_defaults_of_transformers(family: str):
+    whole, types = settings_of(family, **TYPES.get(family, {})), TYPES.get(family, {})
+    assert parsed({key: whole[key] for key in whole.keys() & (NEEDED | types.keys())}) == parsed(whole)
+
+
+def test_other_names_of_keys_take_precedence():
+    usual = {"tie_embedding": False, "block_ff_dim": 300, "full_attn_idxs": [1], "layer_types": None}
+    found = parsed(settings_of("lfm2", **FOUR) | usual)
+    assert (found.tied, found.intermediate_size) == (False, 256)
+    assert [each is None for each in found.spec.recurrent] == [False, True, False, False]
+    settings = settings_of("nemotron_h", layers_block_type=["full_attention"])
+    del settings["layers_block_type"]
+    found = parsed(settings | {"hybrid_override_pattern": "M-*E-", "mamba_d_conv": 3})
+    assert (found.layers, found.spec.has_kv) == (5, [False, False, True, False, False])
+    assert found.spec.recurrent[0] is not None
+    assert found.spec.recurrent[0].width == 3
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("lfm2", {"layer_types": ["conv"] * 4}, "layer_types must have attention in at least one layer"),
+        ("lfm2", {"layer_types": ["sliding_attention"] * 4}, "layer_types 'sliding_attention' is not supported"),
+        ("lfm2", {"conv_L_cache": 1}, "conv_L_cache must be a whole number from 2"),
+        ("qwen3_5_text", {"linear_num_value_heads": 5}, r"\(5\) must be divisible by linear_num_key_heads \(16\)"),
+        ("qwen3_next", {"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
+        ("granitemoehybrid", {"mamba_n_heads": 7}, "mamba_n_heads .* do not divide the 8192 channels"),
+        ("granitemoehybrid", {"time_step_limit": [2.0, 1.0]}, "time_step_limit must be two numbers"),
+        ("granitemoehybrid", {"time_step_limit": 3}, "time_step_limit must be two numbers"),
+        ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type 'alibi' is not supported"),
+        ("nemotron_h", {"layers_block_type": ["mamba", "lstm"]}, "layers_block_type 'lstm' is not supported"),
+        ("nemotron_h", {"layers_block_type": ["mamba", "mlp"]}, "must have attention in at least one layer"),
+        ("nemotron_h", {"n_groups": 3}, r"mamba_num_heads \(128\) must be divisible by n_groups \(3\)"),
+        ("nemotron_h", {"moe_latent_size": 9}, "moe_latent_size must be None"),
+        ("nemotron_h", {"n_group": 3}, r"n_group \(3\) must divide 8 experts"),
+    ],
+)
+def test_settings_that_are_not_supported_are_rejected_by_key(family: str, changes: dict[str, Any], message: str):
+    types = {"layer_types": CONV, **FOUR} if family == "lfm2" else TYPES.get(family, {})
+    with pytest.raises(CheckpointError, match=message):
+        parsed(settings_of(family, **types) | changes)
