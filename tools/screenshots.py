@@ -1,14 +1,15 @@
-"""Take the README's pictures of the live page: a small cluster under load, in both themes.
+"""Take the pictures of the live page, in both themes, and of `baton top`: a small cluster under load.
 
     python -m tools.screenshots [--out docs/images] [--seconds 60] [--widths 1280]
 
-Starts 1 prefill and 2 decode workers on this machine under load, kills a worker, and takes a picture in each theme.
+Starts 1 prefill and 2 decode workers on this machine under load, kills a worker, and takes the pictures.
 Needs Chromium, see `tools/browser.py`.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import io
 import os
 import re
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -24,6 +26,9 @@ from typing import TYPE_CHECKING
 
 from PIL import Image
 
+from baton.cli.inspect.top.app import Top
+from baton.cli.inspect.top.feed import Feed
+from baton.cli.target import Admins
 from baton.cluster.state_dir import ClusterState, StateFolder
 from tools.browser import chromium, executable
 
@@ -40,6 +45,8 @@ SETS = (
 )
 LOAD = ("--prompt-tokens", "512", "--max-tokens", "128", "--requests", "100000")
 HEIGHT, COLOURS = 1000, 256
+FONTS = re.compile(r"@font-face \{.*?\}", re.DOTALL)  # of another host; a monospace font of the reader will do
+TERMINAL, TERMINAL_S = (140, 32), 20.0  # columns and lines; time for the charts
 THEMES = ("light", "dark")
 VICTIM, BUSY = "decode-1", re.compile(r"[3-9] running")
 ON_ITS_WAY = "circle.dot.prefill, circle.dot.transfer, circle.dot.commit"
@@ -97,6 +104,14 @@ def shoot(page: Page, file: Path) -> None:
     print(f"{file}: {file.stat().st_size / 1000:.0f} kB")
 
 
+async def terminal(admin: str) -> str:
+    """Return a picture of `baton top` with the router at this admin address, as SVG."""
+    app = Top(Feed(lambda: Admins([admin]), 0.5))
+    async with app.run_test(size=TERMINAL):
+        await asyncio.sleep(TERMINAL_S)
+        return FONTS.sub("", app.export_screenshot())
+
+
 def main() -> int:
     """Take the pictures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -111,7 +126,7 @@ def main() -> int:
         return 1
     options.out.mkdir(parents=True, exist_ok=True)
     shots = list(product(THEMES, options.widths))
-    with cluster(options.concurrency) as state, chromium(path) as browser:
+    with cluster(options.concurrency) as state, ThreadPoolExecutor(1) as other, chromium(path) as browser:
         pages = [opened(browser, state.http, *shot) for shot in shots]
         pages[0].wait_for_timeout(options.seconds * 500)
         pages[0].get_by_role("article", name=VICTIM).get_by_text(BUSY).wait_for()
@@ -122,6 +137,8 @@ def main() -> int:
         for page, (theme, width) in zip(pages, shots, strict=True):
             suffix = f"-{width}" if options.widths[1:] else ""
             shoot(page, options.out / f"page-{theme}{suffix}.png")
+        # Playwright's event loop runs in this thread.
+        (options.out / "top.svg").write_text(other.submit(asyncio.run, terminal(state.admin)).result())
     return 0
 
 

@@ -195,8 +195,8 @@ def rates(window: admin_pb2.Window, *, wide: bool) -> Text:
     out, requests = f"{window.tokens_per_s:,.0f}", f"{window.requests_per_s:.3g}"
     if not wide:
         return Text.assemble(("tok/s", "bold"), f" {out}, {requests} req/s")
-    text = f"  {out} out, {window.prompt_tokens_per_s:,.0f} in  {requests} req/s"
-    return Text.assemble(("tokens/s", "bold"), text, ("  last minute", "dim"))
+    text = f"  {out} out, {window.prompt_tokens_per_s:,.0f} in, {requests} req/s"
+    return Text.assemble(("tokens/s", "bold"), text)
 
 
 def folded(items: Sequence[admin_pb2.Happening]) -> list[admin_pb2.Happening]:
