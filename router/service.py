@@ -24,6 +24,7 @@ from router.auth.tokens import Concurrency, limited, may_cancel
 from router.context import RouterContext
 from router.parsing.generate_request import RequestParser, check_resumes, needs_thread, resumed_name
 from router.parsing.model_defaults import sampling_defaults
+from router.parsing.token_pieces import token_pieces
 from router.request.client_request import ClientCall, ClientRequest
 from router.request.delivery import Context, EventStream, StallTimeout
 from router.request.lifecycle import serve_request
@@ -135,7 +136,7 @@ class Inference(InferenceServicer):
             self._parser.check_detokenize(request)
             with self._text_call(request):
                 if request.pieces:
-                    return pb.DetokenizeReply(pieces=await self._parser.pieces(request.ids))
+                    return pb.DetokenizeReply(pieces=await token_pieces(self._parser.tokenizer, request.ids))
                 return pb.DetokenizeReply(text=await self._parser.decode(request.ids))
         except BatonError as error:
             await abort(context, error)

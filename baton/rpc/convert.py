@@ -287,6 +287,13 @@ def finish_to_pb(value: Finish) -> worker.OutputFinish:
     return worker.OutputFinish(reason=_REASONS[value.reason], matched=value.matched, tail=value.tail, logprobs=scores)
 
 
+def finish_to_public_pb(value: Finish, choice: int) -> inference.Finished:
+    """Convert a finish for a client."""
+    scores = None if value.logprobs is None else token_logprobs_to_pb(value.logprobs)
+    reason = finish_reason_to_pb(value.reason)
+    return inference.Finished(choice=choice, reason=reason, matched_stop=value.matched, logprobs=scores)
+
+
 def finish_from_pb(message: worker.OutputFinish) -> Finish:
     """Read a finish. Raises InvalidRequest if this version does not have the reason."""
     scores = token_logprobs_from_pb(message.logprobs) if message.HasField("logprobs") else None

@@ -32,7 +32,6 @@ from router.parsing.model_forms import REASONING, ends_in_reasoning
 
 DEFAULT_MAX_TOKENS = 16
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
-_FEW_PIECES = 256
 _THREAD_CHARS = 4096  # longer texts are tokenized in a thread, to keep the event loop free
 
 Converted = TypeVar("Converted")
@@ -203,15 +202,6 @@ class RequestParser:
         """Return the text of `ids`, computed in a thread if there are many."""
         few = len(ids) <= _THREAD_CHARS
         return self.tokenizer.decode(list(ids)) if few else await asyncio.to_thread(self.tokenizer.decode, list(ids))
-
-    async def pieces(self, ids: Sequence[int]) -> list[pb.TokenPiece]:
-        """Return the bytes of each token, computed in a thread if there are many."""
-
-        def found() -> list[pb.TokenPiece]:
-            pieces = (self.tokenizer.piece(token_id) for token_id in ids)
-            return [pb.TokenPiece(bytes=raw, special=special) for raw, special in pieces]
-
-        return found() if len(ids) <= _FEW_PIECES else await asyncio.to_thread(found)
 
     def check_model(self, name: str) -> None:
         """Check the requested model; "" means the served one. Raises UnknownModel with its name."""

@@ -223,11 +223,7 @@ class EventStream:
         """Send Finished, after text that was held back for a stop string. That text has no token."""
         if finish.tail:
             await self._write(tokens=convert.tail_to_public_pb(finish.tail, delivered, choice))
-        reason = convert.finish_reason_to_pb(finish.reason)
-        event = pb.Finished(choice=choice, reason=reason, matched_stop=finish.matched)
-        if finish.logprobs is not None:
-            event.logprobs.CopyFrom(convert.token_logprobs_to_pb(finish.logprobs))
-        await self._write(finished=event)
+        await self._write(finished=convert.finish_to_public_pb(finish, choice))
 
     async def completed(self, completed: pb.Completed) -> None:
         await self._write(completed=completed)

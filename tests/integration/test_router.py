@@ -340,6 +340,8 @@ async def test_errors_are_named(cluster):
 async def test_tokenize_detokenize_and_models(cluster):
     ids = (await cluster.stub.Tokenize(pb.TokenizeRequest(text="Zoë"))).ids
     assert (await cluster.stub.Detokenize(pb.DetokenizeRequest(ids=ids))).text == "Zoë"
+    pieces = (await cluster.stub.Detokenize(pb.DetokenizeRequest(ids=[104, 0xC3, 256, 999], pieces=True))).pieces
+    assert [(piece.bytes, piece.special) for piece in pieces] == [(b"h", False), (b"\xc3", False), *[(b"", True)] * 2]
     [model] = (await cluster.stub.ListModels(pb.ListModelsRequest())).models
     assert (model.id, model.max_model_len, model.vocab_size) == ("oracle", 2048, 257)
     with refused(errors.InvalidRequest):

@@ -245,6 +245,19 @@ def deterministic(plan: Plan, rng: random.Random) -> Plan:
     return replace(plan, workers=workers, asks=asks)
 
 
+def scored(plan: Plan, rng: random.Random) -> Plan:
+    """In one schedule of four, most prompts are scored, and some requests want no answer."""
+    if rng.random() > 0.25:
+        return plan
+    return replace(plan, asks=[_scored(ask, rng) for ask in plan.asks])
+
+
+def _scored(ask: Ask, rng: random.Random) -> Ask:
+    tokens = ask.sampling.max_tokens if rng.random() < 0.7 else 0
+    sampling = replace(ask.sampling, max_tokens=tokens)
+    return replace(ask, sampling=sampling, prompt_logprobs=rng.choice((None, 0, 1, 2)))
+
+
 def _exact(worker: WorkerPlan, rows: int, everywhere: bool) -> WorkerPlan:
     """Make decode steps of up to `rows` rows exact, or all forwards, without a verify pass. The bits stay the same."""
     if worker.shapes is None:

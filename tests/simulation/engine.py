@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from baton.core import HandoffId, Role, SequenceSpec, SequenceState, Token
+from baton.core import HandoffId, PromptToken, Role, SequenceSpec, SequenceState, Token
 from baton.engine.block_pool import BlockPool
 from baton.engine.determinism.shapes import FixedShapes
 from baton.engine.engine import Engine
@@ -231,6 +231,30 @@ def _alone() -> Engine:
     backend = OracleBackend(LAYOUT, max_model_len=MAX_LEN)
     shapes = FixedShapes(1, 32)
     return Engine(backend, backend.tokenizer, total_blocks=MAX_LEN // BLOCK + 1, prefix_cache=False, shapes=shapes)
+
+
+@cache
+def undisturbed_scores(spec: SequenceSpec) -> list[PromptToken]:
+    """Return the scored prompt of a request that runs alone."""
+    engine, found = _alone(), [PromptToken(spec.prompt[0])]
+    engine.submit(HandoffId("alone", 1), spec)
+    while engine.has_work():
+        for _, part in engine.step().prompts:
+            found += part.tokens
+    return found
+
+
+def same_scores(left: Sequence[PromptToken], right: Sequence[PromptToken]) -> bool:
+    """Return whether scores are equal, but for the rounding of float32 in batches of other shapes."""
+    for one, other in zip(left, right, strict=True):
+        if (one.token_id, one.rank) != (other.token_id, other.rank):
+            return False
+        if one.logprobs is None or other.logprobs is None:
+            if one.logprobs != other.logprobs:
+                return False
+        elif abs(one.logprobs.logprob - other.logprobs.logprob) > 1e-4:
+            return False
+    return True
 
 
 def undisturbed(spec: SequenceSpec) -> str:

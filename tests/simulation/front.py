@@ -5,7 +5,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from baton.core import Constraint, Sampling, SequenceSpec
+from baton.core import Constraint, PromptPart, PromptToken, Sampling, SequenceSpec
 from baton.rpc import convert
 from baton.rpc.convert import constraint_to_pb
 from baton.rpc.v1 import common_pb2
@@ -13,7 +13,7 @@ from baton.rpc.v1 import inference_pb2 as pb
 from router.context import RouterSettings, build_context
 from router.service import Inference
 from tests.simulation.clock import LoopClock
-from tests.simulation.engine import BACKEND, expected, undisturbed
+from tests.simulation.engine import BACKEND, expected, same_scores, undisturbed, undisturbed_scores
 from tests.simulation.rpc import Aborted, ClientCall
 from tests.simulation.world import Process, SimLedger, World
 
@@ -58,11 +58,13 @@ class Ask:
     resumable_s: float = 0.0  # 0 means that it does not resume
     deterministic: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def spec(self) -> SequenceSpec:
         sampling = replace(self.sampling, logprobs=self.logprobs)
-        return SequenceSpec(self.prompt, sampling, constraint=self.constraint, deterministic=self.deterministic)
+        wanted: dict[str, Any] = {"constraint": self.constraint, "deterministic": self.deterministic}
+        return SequenceSpec(self.prompt, sampling, **wanted, prompt_logprobs=self.prompt_logprobs)
 
 
 class Client:
@@ -117,6 +119,8 @@ class Client:
         request.deterministic = self.ask.deterministic
         if self.ask.logprobs is not None:
             request.logprobs = self.ask.logprobs
+        if self.ask.prompt_logprobs is not None:
+            request.prompt_logprobs = self.ask.prompt_logprobs
         if (constraint := constraint_to_pb(self.ask.constraint)) is not None:
             request.constraint.CopyFrom(constraint)
         return request
@@ -128,6 +132,7 @@ class Client:
         received = [common_pb2.TokenIds(ids=[token_id for tokens in self._tokens() for token_id in tokens.ids])]
         message = pb.ResumeRequest(request_id=self._name, request=self._request(), received=received)
         message.system_fingerprint = next(iter(self._bits()), "")
+        message.prompt_logprobs_received = sum(len(part.tokens) for part in self._parts())
         self.resumed_with = len(received[0].ids)
         if self.ask.deterministic:
             self.world.met["deterministic resumed"] += 1
@@ -138,6 +143,10 @@ class Client:
 
     def _tokens(self) -> list[Any]:
         return [event.tokens for event in self._events() if event.HasField("tokens")]
+
+    def _parts(self) -> list[PromptPart]:
+        parts = [event.prompt_logprobs for event in self._events() if event.HasField("prompt_logprobs")]
+        return [convert.prompt_part_from_pb(part) for part in parts]
 
     def _bits(self) -> set[str]:
         """Return the fingerprints of the answer, as the routers reported them."""
@@ -180,7 +189,26 @@ class Client:
             found.append(f"said twice: {kinds}")
         if self.ask.deterministic:
             found += self._check_bits()
+        if self.ask.prompt_logprobs is not None:
+            found += self._check_scores()
         return [f"{self.ask.name}: {what}" for what in found]
+
+    def _check_scores(self) -> list[str]:
+        """Return problems if a position of the prompt is missing, repeated, wrong or behind a token."""
+        tokens: list[PromptToken] = []
+        found = list[str]()
+        for part in self._parts():
+            found += [f"positions from {part.start} after {len(tokens)}"] if part.start != len(tokens) else []
+            tokens += part.tokens
+        wanted = undisturbed_scores(replace(self.ask.spec, constraint=None, deterministic=False))
+        if len(tokens) > len(wanted) or not same_scores(tokens, wanted[: len(tokens)]):
+            found.append(f"the prompt has {tokens} instead of {wanted}")
+        kinds = [event.WhichOneof("event") for event in self._events()]
+        if {"tokens", "finished"} & {*kinds} and len(tokens) != len(wanted):
+            found.append(f"only {len(tokens)} positions, and {kinds}")
+        if "tokens" in kinds and "prompt_logprobs" in kinds[kinds.index("tokens") :]:
+            found.append(f"in this order: {kinds}")
+        return found
 
     def _check_bits(self) -> list[str]:
         """Return problems if the answer is not bit-identical to an undisturbed one on workers with one fingerprint."""

@@ -12,6 +12,7 @@ import structlog
 
 import baton.engine.determinism.shapes
 import baton.engine.engine
+import baton.engine.sampling.prompt_logprobs
 import baton.tracing.trace
 import baton.worker.service
 import kvtransfer.receive_loop
@@ -78,6 +79,7 @@ def simulated() -> Iterator[None]:
     stand_ins: list[tuple[Any, dict[str, Any]]] = [
         (baton.engine.engine, {"BlockPool": PoisonedPool}),
         (baton.engine.determinism.shapes, {"SHORT": 8, "SHORT_UNTIL": 16}),  # otherwise each prompt would be one chunk
+        (baton.engine.sampling.prompt_logprobs, {"ROWS": 5}),  # otherwise each prompt would be one part
         (baton.tracing.trace, {"secrets": chance}),
         (baton.worker.service, {"Session": SimWorkerSession}),
         (kvtransfer.send_queue, {"threading": plain, "time": clock}),

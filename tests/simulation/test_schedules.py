@@ -9,6 +9,7 @@ time on one thread (`transfer.py` lists the omissions). Each must satisfy:
 - transfers touch only their own blocks, free blocks are never written, and block counts add up;
 - workers send only verified tokens of deterministic requests, whose candidates are often wrong. The audit digest equals
   that of the undisturbed request;
+- log-probabilities of prompts come once for each position, in order, before the first token, and are right;
 - drains and role changes of workers are not faults and change none of this;
 - at the end no live worker or router holds anything, and no forbidden line was logged.
 
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.simulation.clock import Stuck
-from tests.simulation.cluster import Cluster, constrained, deterministic, ordered, plan_of, resumed, urgent
+from tests.simulation.cluster import Cluster, constrained, deterministic, ordered, plan_of, resumed, scored, urgent
 from tests.simulation.patches import simulated
 from tests.simulation.world import World, in_virtual_time
 
@@ -65,7 +66,8 @@ async def _run(seed: int) -> Report:
     plan = urgent(plan_of(world.rng), world.random_for("urgent"))
     plan = resumed(constrained(plan, world.random_for("constrained")), world.random_for("resumed"))
     plan = ordered(plan, world.random_for("ordered"))
-    cluster = Cluster(world, deterministic(plan, world.random_for("bits")))
+    plan = deterministic(plan, world.random_for("bits"))
+    cluster = Cluster(world, scored(plan, world.random_for("scored")))
     try:
         found = await cluster.run()
     except Stuck as error:

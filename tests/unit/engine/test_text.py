@@ -151,3 +151,10 @@ def test_bad_words_are_never_completed(deterministic):
     assert len(text) == 60
     assert not any(word in text for word in words)
     assert text.startswith(free[: min(free.index(word) + len(word) - 1 for word in words)])
+
+
+@pytest.mark.parametrize("text", [*CORPUS, " two  spaces", "龘😀é"])
+def test_pieces_are_the_bytes_of_a_text(tokenizer, text):
+    """Also those of tokens that are a part of a character."""
+    assert b"".join(tokenizer.piece(token_id)[0] for token_id in tokenizer.encode(text)) == text.encode()
+    assert tokenizer.piece(10**6)[0] == b""

@@ -94,7 +94,7 @@ def test_details_say_reason_domain_request_and_whether_a_retry_helps(name: str):
     assert request_id_of(failure(Code.INTERNAL, "others")) == request_id_of(grpc.RpcError()) == ""
 
 
-BY_DETAILS = errors.NoWorker, errors.WorkerLost, RateLimited  # not told by their code alone
+BY_DETAILS = errors.NoWorker, errors.WorkerLost, RateLimited  # their code alone has another meaning
 
 
 @pytest.mark.parametrize(
