@@ -291,6 +291,15 @@ REPLY = {
 }  # fmt: skip
 
 
+def joined_calls(chunks):
+    """Return name and arguments of each call of a stream."""
+    found = dict[int, list[str]]()
+    for call in (call for chunk in chunks for call in chunk.delta.tool_calls or ()):
+        name, arguments = found.setdefault(call.index, ["", ""])
+        found[call.index] = [name + (call.function.name or ""), arguments + (call.function.arguments or "")]
+    return [tuple(each) for each in found.values()]
+
+
 @pytest.mark.parametrize("form", ["hermes", "mistral", "llama", "json"])
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_an_optional_call_or_text_in_the_format(gateway, form, streamed, seed):
@@ -308,14 +317,15 @@ async def test_an_optional_call_or_text_in_the_format(gateway, form, streamed, s
         if streamed:
             chunks = [chunk.choices[0] for chunk in await gateway.streamed("chat", **asked)]
             text = "".join(chunk.delta.content or "" for chunk in chunks)
-            calls, reason = [c for chunk in chunks for c in chunk.delta.tool_calls or ()], chunks[-1].finish_reason
+            calls, reason = joined_calls(chunks), chunks[-1].finish_reason
         else:
             told = (await gateway.chat(**asked)).choices[0]
-            text, calls, reason = told.message.content, told.message.tool_calls or [], told.finish_reason
-        kinds |= {call.function.name for call in calls} or {"text"}
+            calls = [(call.function.name, call.function.arguments) for call in told.message.tool_calls or []]
+            text, reason = told.message.content, told.finish_reason
+        kinds |= {name for name, _ in calls} or {"text"}
         if calls:
             assert (text or "", reason) == ("", "tool_calls")
-            assert all(isinstance(json.loads(call.function.arguments), dict) for call in calls)
+            assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
         else:
             assert reason == "stop"
             assert json.loads(text)["mood"] in ("good", "bad")
