@@ -21,15 +21,15 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 def model_folder(path: Path | str, *, weights: bool = True) -> Path:
     """Return the folder of a `model.path`. For `hf:org/name[@revision]` it is the snapshot in the local cache. Missing
-    files are downloaded, without `weights` only the small ones. A GGUF file is unpacked into a folder, without its
-    weights. Raises CheckpointError with the cause and a remedy.
+    files are downloaded, without `weights` only the small ones. A GGUF file, also that of `hf:org/name:kind`, is
+    unpacked into a folder with links to its weights. Raises CheckpointError with the cause and a remedy.
     """
     try:
         name = parse_hub_name(str(path))
     except ValueError as error:
         raise CheckpointError(f"model.path: {path} {error}") from None
     if name is not None:
-        return _snapshot(name, SMALL_FILES + WEIGHT_FILES * weights)
+        return gguf_folder(_gguf_of(name)) if name.kind else _snapshot(name, SMALL_FILES + WEIGHT_FILES * weights)
     if Path(path).is_file():
         if str(path).endswith(SUFFIX):
             check_file(Path(path))
@@ -69,11 +69,13 @@ def other_form(names: Collection[str]) -> str:
 
 
 def hub_files(path: str) -> Sequence[str]:
-    """Return the names of a Hub model's files, or none for another path. Raises CheckpointError like `model_folder`."""
+    """Return the names of a Hub model's files, or none for another path or a GGUF file. Raises CheckpointError like
+    `model_folder`.
+    """
     from huggingface_hub import HfApi
 
     name = parse_hub_name(path)
-    if name is None:
+    if name is None or name.kind:
         return ()
     with _translated(name):
         return HfApi().list_repo_files(name.repo, revision=name.revision)
@@ -82,7 +84,25 @@ def hub_files(path: str) -> Sequence[str]:
 def pinned(path: str, folder: Path) -> str:
     """Return the `hf:` name of exactly the content of `folder`, which later pushes do not change."""
     name = parse_hub_name(path)
-    return path if name is None else f"hf:{name.repo}@{folder.name}"
+    return path if name is None else f"hf:{name.repo}@{folder.name}" + (f":{name.kind}" if name.kind else "")
+
+
+def downloaded(path: str) -> Path:
+    """Return the snapshot of a Hub model, complete. Raises CheckpointError like `model_folder`."""
+    name = parse_hub_name(path)
+    return _gguf_of(name).parent if name is not None and name.kind else model_folder(path)
+
+
+def _gguf_of(name: HubName) -> Path:
+    """Return the GGUF file of a kind, or its first part. Raises CheckpointError if there is none."""
+    kinds = {name.kind or "", (name.kind or "").lower(), (name.kind or "").upper()}
+    patterns = tuple(f"*[-.]{kind}{part}.gguf" for kind in sorted(kinds) for part in ("", "-?????-of-?????"))
+    folder = _snapshot(name, patterns)
+    found = sorted(file for pattern in patterns for file in folder.glob(pattern) if not file.name.startswith("mmproj"))
+    if not found:
+        text = f"no GGUF file of this kind, which would be named like NAME-{name.kind}.gguf, in the top folder"
+        raise CheckpointError(f"model.path: hf:{name.repo}:{name.kind}: {text}")
+    return found[0]
 
 
 def _snapshot(name: HubName, patterns: tuple[str, ...]) -> Path:

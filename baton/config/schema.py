@@ -254,7 +254,7 @@ class ModelConfig(Section):
     path: str = Field(
         default="models/demo",
         min_length=1,
-        description="a checkpoint folder, a GGUF file, hf:org/name[@revision], or oracle",
+        description="a checkpoint folder, a GGUF file, hf:org/name[@revision][:kind], or oracle",
         json_schema_extra={"anyOf": [{"not": {"pattern": "^hf:"}}, {"pattern": f"^{HUB_NAME.pattern}$"}]},
     )
     backend: Literal["auto", "native", "transformers"] = Field(

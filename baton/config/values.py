@@ -13,7 +13,8 @@ UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, 
 MOST_BYTES = 2**50
 HUB_PREFIX = "hf:"
 _HUB_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
-HUB_NAME = re.compile(rf"hf:({_HUB_PART}/{_HUB_PART})(?:@([A-Za-z0-9_][A-Za-z0-9_./-]{{0,127}}))?")
+_REVISION = r"[A-Za-z0-9_][A-Za-z0-9_./-]{0,127}"
+HUB_NAME = re.compile(rf"hf:({_HUB_PART}/{_HUB_PART})(?:@({_REVISION}))?(?::([A-Za-z0-9_]{{1,32}}))?")
 HOST = re.compile(r"[A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]")
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
@@ -32,20 +33,24 @@ def parse_size(value: object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """A model of the Hugging Face Hub: `repo` is `org/name`; `revision` is a branch, tag or commit, None for main."""
+    """A model of the Hugging Face Hub: `repo` is `org/name`; `revision` is a branch, tag or commit, None for main.
+    `kind` is the type of a GGUF file in it, such as `Q4_K_M`.
+    """
 
     repo: str
     revision: str | None
+    kind: str | None = None
 
 
 def parse_hub_name(path: str) -> HubName | None:
-    """Parse `hf:org/name[@revision]`; return None without the prefix. Raises ValueError."""
+    """Parse `hf:org/name[@revision][:kind]`; return None without the prefix. Raises ValueError."""
     if not path.startswith(HUB_PREFIX):
         return None
     match = HUB_NAME.fullmatch(path)
     if match is None or any(twice in path for twice in ("..", "--", "//")):
-        raise ValueError("must be hf:org/name or hf:org/name@revision, such as hf:Qwen/Qwen3-0.6B@main")
-    return HubName(match[1], match[2])
+        text = "must be hf:org/name or hf:org/name@revision, such as hf:Qwen/Qwen3-0.6B@main"
+        raise ValueError(f"{text}, and may end with :KIND of a GGUF file")
+    return HubName(match[1], match[2], match[3])
 
 
 def split_address(text: str) -> tuple[str, int]:

@@ -210,6 +210,27 @@ def test_only_a_model_that_can_be_served_is_downloaded(hub, tmp_path, config, na
     assert set(downloads) <= set(files) - {"model.safetensors", "model.bin", "model.gguf"}
 
 
+@pytest.mark.slow
+def test_one_gguf_file_of_a_model_is_downloaded(hub, tmp_path, monkeypatch):
+    """By its kind. The result is pinned to the commit, and a kind that is absent is named."""
+    from tests.support.gguf_files import Export
+
+    at, files, downloads = hub
+    files.clear()
+    for kind in ("F16", "Q8_0"):
+        Export(ROOT / "models/demo", tmp_path / f"tiny-{kind}.gguf", "llama", kind)
+        files[f"tiny-{kind}.gguf"] = (tmp_path / f"tiny-{kind}.gguf").read_bytes()
+    env = os.environ | {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": at, "BATON_HOME": str(tmp_path / "home")}
+    for kind, words in (("q8_0", ""), ("Q4_K_M", "hf:org/tiny:Q4_K_M: no GGUF file of this kind")):
+        command = [sys.executable, "-m", "baton", "pull", f"hf:org/tiny:{kind}"]
+        done = subprocess.run(command, env=env, text=True, capture_output=True, cwd=tmp_path, check=False)
+        assert (done.returncode == 0) == (not words), done.stderr
+        assert words in done.stderr
+        if not words:
+            assert pinned("hf:org/tiny:q8_0", Path(done.stdout.strip())) == f"hf:org/tiny@{COMMIT}:q8_0"
+    assert set(downloads) == {"tiny-Q8_0.gguf"}
+
+
 @pytest.mark.parametrize(
     ("names", "words"),
     [

@@ -49,7 +49,7 @@ from baton.core import Role, sizes_text
 from baton.engine.kernels.cpu.compiler import cpu_level
 from baton.errors import BatonError, Cancelled, CheckpointError, ConfigError
 from baton.logs import configure_logging
-from baton.model_hub import hub_files, model_folder, other_form, pinned
+from baton.model_hub import downloaded, hub_files, model_folder, other_form, pinned
 from baton.network import raise_open_files
 
 COMMAND = ("-m", "baton", "pull")
@@ -72,7 +72,7 @@ def pull(model: str) -> None:
         check_served(model_folder(model, weights=False))
     except CheckpointError as error:
         raise CheckpointError(f"{model} cannot be served, so its weights are not downloaded: {error}") from None
-    typer.echo(model_folder(model))
+    typer.echo(downloaded(model))
 
 
 def fetched(config: ClusterConfig, stop: Stop) -> ClusterConfig:

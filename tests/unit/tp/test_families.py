@@ -14,6 +14,7 @@ from baton.engine.models.families import FAMILIES
 from baton.engine.models.loading import load_model
 from baton.engine.tp.sharding import divided
 from baton.errors import ConfigError
+from baton.gguf.folder import gguf_folder
 from baton.tokenizer import OracleTokenizer
 from baton.worker.engine_factory import generate
 from tests.support.engines import hand_over, ids, key_of, numbers, spec_of
@@ -72,6 +73,22 @@ def test_tokens_are_those_of_one_rank(plan_of, tmp_path: Path, name: str, size: 
     for one, many in rows:
         assert one.tokens == many.tokens
         torch.testing.assert_close(many.logits[len(one.tokens) - 2], one.logits[len(one.tokens) - 2], atol=2e-4, rtol=0)
+    backend.close()
+
+
+@pytest.mark.slow
+def test_ranks_read_a_gguf_file(plan_of, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of q and k have another order there, and biases too."""
+    from tests.support.gguf_files import Export
+
+    monkeypatch.setenv("BATON_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("baton.gguf.folder._tokenizer", lambda header: "{}")
+    random_checkpoint(tmp_path, "llama", attention_bias=True)
+    Export(tmp_path, tmp_path / "m.gguf", "llama", "F16")
+    folder = gguf_folder(tmp_path / "m.gguf")
+    alone, backend = load_model(folder, block_size=8), on_threads(plan_of(4, str(folder)), [])
+    found = [[row.tokens for row in greedy(each, prompts(LENGTHS), 12, random.Random(3))] for each in (alone, backend)]
+    assert found[0] == found[1]
     backend.close()
 
 
