@@ -117,7 +117,7 @@ INLINE float least(const float *values) {
     return lanes[0];
 }
 
-/* What a selection found: the bits of the largest distance that passes, how many columns are at it, listed first in
+/* The result of a selection: the bits of the largest distance that passes, how many columns are at it, listed first in
  * `columns`, and how many columns, and which mass, are before it. */
 typedef struct {
     int32_t edge;
