@@ -38,12 +38,12 @@ from router.context import RouterSettings
 from tests.support.routers import asked, ids_of
 from tests.support.time_factor import scaled
 from tests.support.waiting import until
-from tests.unit.model.checkpoints import DENSE, LATENT, NATIVE, SPARSE, VOCAB
+from tests.unit.model.checkpoints import DENSE, LATENT, NATIVE, RECURRENT, SPARSE, VOCAB
 from tests.unit.model.harness import prompts
 from tools import fallback_models
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-VARIANTS = DENSE | SPARSE | LATENT | NATIVE
+VARIANTS = DENSE | SPARSE | LATENT | NATIVE | RECURRENT
 FIRST = {variant.family: name for name, variant in reversed(VARIANTS.items())}
 OTHERS = [
     name
