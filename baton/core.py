@@ -178,7 +178,7 @@ def _sampling_violations(s: Sampling) -> list[Violation]:
         for name, low, high, allowed in SAMPLING
         if name in values and not low <= values[name] <= high  # rejects NaN too
     ]
-    if s.min_tokens > s.max_tokens:
+    if s.min_tokens > s.max_tokens >= 0:
         allowed = f"must be at most max_tokens ({s.max_tokens})"
         found.append(Violation("sampling.min_tokens", f"{allowed}, got {s.min_tokens}"))
     if len(s.stop) > MAX_STOP_STRINGS:

@@ -18,7 +18,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from baton.core import HandoffId, WorkerRef
+from baton.core import HandoffId, RecurrentState, WorkerRef
 from baton.engine.memory.exposed import pattern
 from baton.errors import DigestMismatch, HandoffError, OfferRefused, StaleAttempt
 from baton.hashing import frame_digest
@@ -56,10 +56,10 @@ class IncomingHandoff:
     first_at: float = 0.0  # time of the first announcement; 0 before it
     last_at: float = 0.0
 
-    def check(self, message: pb.Commit) -> None:
-        """Raise DigestMismatch if the received KV or recurrent state differs from the sent one."""
+    def check(self, message: pb.Commit, state: bytes) -> None:
+        """Raise DigestMismatch if the received KV or recurrent `state` differs from the sent one."""
         sent = message.recurrent.digest if message.HasField("recurrent") else frame_digest(b"")
-        if frame_digest(b"".join(self.state)) != sent:
+        if frame_digest(state) != sent:
             raise DigestMismatch(f"handoff {self.handoff}: the state of the recurrent layers differs")
         if list(message.digests) != self.digests:
             wrong = [n for n, pair in enumerate(zip_longest(self.digests, message.digests)) if len(set(pair)) > 1]
@@ -410,7 +410,7 @@ class ReceiveLoop:
         try:
             if self._one_sided and inbound.whole is not None:
                 self._hash(inbound, inbound.whole)
-            inbound.check(message)
+            inbound.check(message, end.state.data if isinstance(end.state, RecurrentState) else b"".join(inbound.state))
         except DigestMismatch:
             self._table.aborted(inbound.handoff, self._sender)
             raise

@@ -341,11 +341,12 @@ class SendQueue:
         if self.one_sided and (self._end.settings.verify_kv or push.job.verify):
             push.hash(self._end.kv)
         commit = commit_of(push.job.handoff, push.end, push.digests, push.whole.value if push.whole else b"")
+        parts = list(state_parts(push.job.handoff, push.end))  # copies, for which others need not wait
         with self._changed:
             if push in self._pushes.values() and push.progress.complete:
                 push.state, push.deadline = State.COMMITTED, time.monotonic() + self._deadline_s
                 self.window.flush()
-                for part in state_parts(push.job.handoff, push.end):
+                for part in parts:
                     self._enqueue(part)
                 self._enqueue(pb.PeerCommand(commit=commit, after=self.window.number))
 

@@ -256,8 +256,7 @@ def size_kv(
     if budget > (most := _total_bytes(device) * devices):
         raise ConfigError(f"{key}: {budget} bytes, but {device} has {most}; set fewer, or auto")
     slots = _state_slots(layout, budget, 2 * sequences, key)
-    budget -= 2 * (slots or 0) * layout.state_bytes
-    blocks = budget // block_bytes
+    blocks = (budget - 2 * (slots or 0) * layout.state_bytes) // block_bytes
     if blocks < 1:
         raise ConfigError(f"{key}: {budget} bytes are less than one block of {block_bytes} bytes")
     capacity = blocks * layout.block_size
@@ -269,6 +268,7 @@ def size_kv(
         )
     if max_model_len > capacity:
         need = layout.blocks_for(max_model_len) * block_bytes
+        need = max(min(2 * need, need + 4 * sequences * layout.state_bytes), 4 * layout.state_bytes)  # with the states
         raise ConfigError(
             f"{key}: {budget} bytes hold {capacity} tokens, fewer than model.max_model_len {max_model_len}; "
             f"set at least {need} bytes, or lower model.max_model_len"

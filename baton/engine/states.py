@@ -82,6 +82,11 @@ class States:
     def checkpoint(self, block_hash: bytes) -> Tensor | None:
         return self._checkpoints.get(block_hash)
 
+    def used(self, block_hash: bytes) -> Tensor:
+        """Return a checkpoint where a sequence begins. It is then the last one to go."""
+        self._checkpoints.move_to_end(block_hash)
+        return self._checkpoints[block_hash]
+
     def forget(self, sequence: Sequence) -> None:
         """Drop the checkpoints of a sequence, because its state is in doubt."""
         if sequence.chain is not None:
@@ -119,8 +124,7 @@ class Recurrence(SequencePolicy):
     def admitted(self, sequence: Sequence, block_size: int) -> None:
         """Begin with the checkpoint behind the cached blocks, or with zeros."""
         self.sequence, row = sequence, self.states.of(sequence)
-        found = self.states.checkpoint(self.hashes[sequence.computed // block_size - 1]) if sequence.computed else None
-        assert found is not None or not sequence.computed
+        found = self.states.used(self.hashes[sequence.computed // block_size - 1]) if sequence.computed else None
         self.carried, self.hashes = None, []
         row.zero_() if found is None else row.copy_(found)
 

@@ -83,7 +83,9 @@ async def test_a_failure_is_told_to_whoever_watches_and_who_comes_later(cluster)
         with pytest.raises(InvalidRequest):
             await cluster.generate(max_tokens=-1)
         told = await watching.until(lambda live: live.happenings)
-        assert [(one.kind, one.text) for one in told] == [("refused", "InvalidRequest")], "no text of a caller's"
+        assert [(one.kind, one.text) for one in told] == [("refused", "InvalidRequest: sampling.max_tokens")], (
+            "no text of a caller's"
+        )
         again = await watching.next()
         assert not again.happenings, "each is told once"
     async with Watching(cluster) as later:

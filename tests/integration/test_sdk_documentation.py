@@ -90,7 +90,7 @@ async def test_an_answer_and_errors(modules: Path, make: Any):
     code, out, _ = await ended(await start(modules, router, "1 2 3", "4"))
     assert (code, out.startswith("<0><1><2><3>!\n")) == (0, True)
     assert out.endswith(" prompt tokens, 4 new ones\n")
-    code, _, err = await ended(await start(modules, router, "1 2 3", "0"))
+    code, _, err = await ended(await start(modules, router, "1 2 3", "-1"))
     assert (code, "INVALID_ARGUMENT" in err, "max_tokens" in err) == (2, True, True)
     assert (await ended(await start(modules, "127.0.0.1:1", "x")))[0] == 4
     assert (await ended(await start(modules)))[0] == 2

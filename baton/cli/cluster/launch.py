@@ -226,14 +226,16 @@ def _detach(
     """Start `baton up` in its own session, and wait until it is ready or has failed."""
     folder = StateFolder(config.name)
     folder.acquire()  # raises early if the folder is unusable or taken; the child acquires it again
-    folder.write_private(folder.config, config.model_dump_json())  # likewise if the disk is full
-    folder.release()
-    output = folder.path / "up.out"
-    with writing(output):
-        output.unlink(missing_ok=True)
+    try:
+        folder.write_private(folder.config, config.model_dump_json())  # likewise if the disk is full
+        output = folder.path / "up.out"
+        with writing(output):
+            output.unlink(missing_ok=True)
+        here = prepared(config, gpus, stop).model.path  # now, because progress is visible here and nothing times out
+    finally:
+        folder.release()
     argv = [sys.executable, "-m", "baton", "up", "-c", str(file)]
     argv += [word for item in as_options(sets) for word in ("--set", item)]
-    here = prepared(config, gpus, stop).model.path  # now, because progress is visible here and nothing times out
     env = as_environment([*sets, *[f"model.path={here}"] * (here != config.model.path)], os.environ)
     child = Child(ProcessSpec("up", argv, output, env, ready_timeout_s=2 * START_TIMEOUT_S, new_session=True))
     child.start()
@@ -285,8 +287,9 @@ def down(name: str | None) -> None:
     """Stop a cluster, even one that is still starting, and return when none of its processes is left. A cluster that
     does not run is down. Raises NoWorker if several run and none is named.
     """
-    running = [state.name for state in running_clusters(strict=True)]
+    running = [state.name for state in running_clusters()]
     if name not in {None, *running} or not running:
+        running_clusters(strict=True)  # one of another user is an error
         typer.echo(f"cluster {name!r} is not running" if name else "no cluster is running")
         return
     state = find_cluster(name, starting=True)

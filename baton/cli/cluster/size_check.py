@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 from baton.config import ClusterConfig, PoolConfig
@@ -15,6 +16,7 @@ from baton.model_hub import model_folder
 from baton.tokenizer import ORACLE_MODEL
 
 BLOCK = 16  # tokens, for `auto`
+RECURRENT = {"layers_block_type", "attn_layer_indices", "mamba_n_heads", "linear_num_key_heads", "conv_L_cache"}
 
 
 def check_sizes(config: ClusterConfig, on_gpus: Collection[Role]) -> None:
@@ -28,11 +30,15 @@ def check_sizes(config: ClusterConfig, on_gpus: Collection[Role]) -> None:
 
 
 def _in_doubt(config: ClusterConfig, pool: PoolConfig, folder: Path) -> bool:
-    """Whether `kv_memory` may be too small, by an estimate that holds for plain decoders."""
+    """Whether `kv_memory` may be too small, by an estimate that holds for plain decoders. Recurrent layers have states
+    instead of KV, so their models are in doubt.
+    """
     if pool.kv_memory == "auto":
         return False
     try:
         fields = json.loads((folder / "config.json").read_bytes())
+        if RECURRENT & fields.keys():
+            return True
         heads = fields["num_attention_heads"]
         sizes = heads if (kv := fields.get("num_key_value_heads")) is None else kv, fields["hidden_size"] // heads
         layout = _layout(config, pool, fields["num_hidden_layers"], sizes[0], fields.get("head_dim") or sizes[1])
@@ -58,17 +64,20 @@ def _check(config: ClusterConfig, role: Role, pool: PoolConfig, folder: Path) ->
     from baton.worker.engine_factory import served_by
     from baton.worker.settings import from_config
 
-    if served_by(from_config(config, role, "check")):
+    settings = from_config(config, role, "check")
+    if served_by(settings):
         return  # transformers has its own rules
     model, ranks, length = read_config(folder), pool.tensor_parallel, config.model.max_model_len
+    layout = _layout(config, pool, sum(model.spec.has_kv), model.kv_heads, model.head_dim, *model.kv_tensors)
     if ranks > 1:
         divided(model, ranks, f"{role.value}.tensor_parallel", config.model.quantize)
     size_kv(
-        _layout(config, pool, model.layers, model.kv_heads, model.head_dim, *model.kv_tensors),
+        replace(layout, state_size=model.spec.state_size),
         kv_memory=pool.kv_memory,
         max_model_len=length,
         model_max_len=2 if length == "auto" else max(length, 2),
         device=torch.device("cpu"),
         ranks=ranks,
         key=f"{role.value}.kv_memory",
+        sequences=settings.max_running,
     )

@@ -1,5 +1,6 @@
 """`baton up`: overrides, settings without passwords and a model that is fetched once."""
 
+import json
 import socket
 import sys
 import threading
@@ -18,6 +19,7 @@ from baton.cli.cluster.serve import router_settings
 from baton.cli.cluster.size_check import check_sizes
 from baton.cli.setup.config import effective
 from baton.cluster.signals import Stop
+from baton.cluster.state_dir import running_clusters
 from baton.config import ClusterConfig, load_config
 from baton.core import Role
 from baton.errors import Cancelled, ConfigError
@@ -222,6 +224,40 @@ def test_sizes_that_a_worker_would_reject_are_found_before_anything_starts(tmp_p
     with pytest.raises(ConfigError, match=words) if words else nullcontext():
         check_sizes(load_config(file, [setting]), ())
     check_sizes(load_config(file, [setting]), set(Role))  # on GPUs, workers decide
+
+
+HYBRID = {
+    "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "hidden_size": 64,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 8, "intermediate_size": 64,
+    "shared_intermediate_size": 64, "num_local_experts": 0, "num_experts_per_tok": 0, "vocab_size": 512,
+    "layer_types": ["mamba"] * 7 + ["attention"], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("memory", "words"), [("4MiB", None), ("20KiB", "too few for states of recurrent layers")])
+def test_sizes_of_recurrent_models_count_states_and_layers_with_attention(tmp_path, memory, words):
+    """KV of all layers would not fit into the first size, and KV of one layer alone fits into the second."""
+    (tmp_path / "config.json").write_text(json.dumps(HYBRID))
+    (file := tmp_path / "c.yaml").write_text(OK_FILE % tmp_path)
+    with pytest.raises(ConfigError, match=words) if words else nullcontext():
+        check_sizes(load_config(file, [f"decode.kv_memory={memory}", "decode.max_running=1"]), ())
+
+
+def test_a_detached_start_can_be_stopped_while_the_model_is_prepared(tmp_path, monkeypatch):
+    found = list[str]()
+
+    def prepared(*_):
+        found.extend(state.name for state in running_clusters())  # where `baton down` looks
+        raise Cancelled("stopped")
+
+    monkeypatch.setenv("BATON_HOME", str(tmp_path))
+    monkeypatch.setattr(launch, "prepared", prepared)
+    (file := tmp_path / "c.yaml").write_text(OK_FILE % DEMO)
+    with pytest.raises(Cancelled):
+        launch.up(file, [], Stop(), detach=True, announce=launch.announce)
+    assert found == ["x"]
+    assert running_clusters() == []
 
 
 @pytest.mark.parametrize("broken", ["[]", "{}", '{"num_attention_heads": 0, "hidden_size": 8, "num_hidden_layers": 1}'])

@@ -127,12 +127,12 @@ def test_the_next_turn_begins_at_a_checkpoint_of_the_answer(backend):
     assert engine.counters.cached_tokens == EVERY
 
 
-def test_checkpoints_are_as_many_as_slots_and_the_oldest_goes_first(backend):
+def test_checkpoints_are_as_many_as_slots_and_the_least_recently_used_goes_first(backend):
     engine, specs = poisoned(backend, state_slots=2), [request_of(seed, 30) for seed in (20, 21, 22)]
     for spec in specs:
         generate(engine, spec)
     assert len(engine._states._checkpoints) == 2
-    for spec, hit in ((specs[2], 24), (specs[1], 24), (specs[0], 0)):
+    for spec, hit in ((specs[1], 24), (specs[0], 0), (specs[1], 24), (specs[2], 0)):
         before = engine.counters.cached_tokens
         assert ids(generate(engine, spec).tokens) == alone(backend, spec)
         assert engine.counters.cached_tokens - before == hit

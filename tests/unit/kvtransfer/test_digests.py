@@ -120,9 +120,9 @@ WRONG_FRAMES = {"axc": [1], "bac": [0, 1], "ab": [2], "abcd": [3], "": [0, 1, 2]
 def test_frames_that_differ_are_named(sent: str, wrong: list[int]) -> None:
     inbound = IncomingHandoff(HandoffId("r", 1), 8, 0, Coverage(LAYOUT, 0, 8), digests=[b"a", b"b", b"c"])
     with pytest.raises(DigestMismatch) as caught:
-        inbound.check(pb.Commit(digests=[letter.encode() for letter in sent]))
+        inbound.check(pb.Commit(digests=[letter.encode() for letter in sent]), b"")
     assert f"{wrong} of 3" in str(caught.value)
-    inbound.check(pb.Commit(digests=[b"a", b"b", b"c"]))
+    inbound.check(pb.Commit(digests=[b"a", b"b", b"c"]), b"")
 
 
 VERIFYING = replace(SMALL_FRAMES, verify_kv=True)
