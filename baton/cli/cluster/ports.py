@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 from baton.cluster.state_dir import running_clusters
 from baton.config import ClusterConfig
@@ -24,8 +25,14 @@ def check_ports(config: ClusterConfig) -> None:
 
 
 def _used_twice(given: dict[str, str], key: str) -> str:
-    others = (other for other in given if other < key and given[other] == given[key] and given[key][-2:] != ":0")
+    others = (other for other in given if other < key and _meet(given[other], given[key]))
     return next((f"{given[key]} is also {other}" for other in others), "")
+
+
+def _meet(one: str, other: str) -> bool:
+    """Return whether both addresses have a port in common, which also all addresses of a host have."""
+    (host, port), (other_host, other_port) = split_address(one), split_address(other)
+    return port == other_port != 0 and (host == other_host or not {host, other_host}.isdisjoint(("0.0.0.0", "::")))
 
 
 def listeners(config: ClusterConfig) -> dict[str, str]:
@@ -40,10 +47,21 @@ def port_problem(address: str) -> str:
     host, port = split_address(address)
     if port == 0:
         return ""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+    problem = ""
+    try:
+        for family, kind, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            if not (problem := _unbound(family, kind, place)):
+                break  # one address is enough for gRPC
+    except OSError as error:  # the name has no address
+        problem = error.strerror or str(error)
+    return f"cannot listen on {address}: {problem}" if problem else ""
+
+
+def _unbound(family: int, kind: int, place: Any) -> str:
+    with socket.socket(family, kind) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, port))
+            probe.bind(place)
         except OSError as error:
-            return f"cannot listen on {address}: {error.strerror}"
+            return error.strerror or str(error)
     return ""
