@@ -410,7 +410,8 @@ class ReceiveLoop:
         try:
             if self._one_sided and inbound.whole is not None:
                 self._hash(inbound, inbound.whole)
-            inbound.check(message, end.state.data if isinstance(end.state, RecurrentState) else b"".join(inbound.state))
+            data = end.state.data if isinstance(end.state, RecurrentState) else b"".join(inbound.state)
+            inbound.check(message, data)
         except DigestMismatch:
             self._table.aborted(inbound.handoff, self._sender)
             raise

@@ -65,7 +65,7 @@ BUGS = (
     Bug("dropped reservations keep blocks", DecodeWorker, "_drop", "self._free(handoff, reservation)", "pass"),
     Bug("a lost router keeps its handoffs", DecodeWorker, "gone", "self._drop(handoff)", "pass"),
     # The receiver
-    Bug("digests are not compared", ReceiveLoop, "_commit", "inbound.check(message)", "pass"),
+    Bug("digests are not compared", ReceiveLoop, "_commit", "inbound.check(message, data)", "pass"),
     Bug("a commit may be claimed twice", ReceiveLoop, "claim", "self.open.pop(", "self.open.get("),
     Bug("a credit frees one frame more", ReceiveLoop, "_credit", "self.received - 1", "self.received"),
     Bug("a received frame is not counted", ReceiveLoop, "_receive", "self.received += 1", "pass"),
@@ -88,7 +88,7 @@ BUGS = (
         "the next attempt starts without tokens",
         ChoiceRun,
         "_next_spec",
-        "known=tuple(self.delivery.ids",
-        "known=tuple([]",
+        "tuple(self.delivery.ids[",
+        "tuple([][",
     ),
 )

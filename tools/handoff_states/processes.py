@@ -28,6 +28,7 @@ from prefill_workers.worker import PrefillWorker
 from router.request.attempt import Attempt, StreamRetention
 from router.request.delivery import Delivery, Thoughts
 from router.request.lifecycle import ChoiceRun
+from router.request.prompt_logprobs import PromptScores
 from tools.handoff_states.doubles import (
     BLOCKS,
     CREDITS,
@@ -503,12 +504,12 @@ class ExploredRun(ChoiceRun):
     def __init__(self) -> None:
         self.choice, self.request_id = 0, REQUEST
         self.spec = SequenceSpec(PROMPT, Sampling(max_tokens=MAX_TOKENS, seed=1))
-        call, parsed = SimpleNamespace(deadline=60.0), SimpleNamespace(defaults=None)
+        call, parsed = SimpleNamespace(deadline=60.0), SimpleNamespace(defaults=None, in_reasoning=False)
         self.request: Any = SimpleNamespace(call=call, parsed=parsed, retention=kept, determinism="")
         self._dispatch: Any = SimpleNamespace(attempts=ATTEMPTS, clock=Clock())
         self.observer: Any = Observer()
         self.started: Any = NOTHING
-        self.delivery, self.thoughts = Delivery(), Thoughts()
+        self.delivery, self.thoughts, self.scores = Delivery(), Thoughts(), PromptScores(self.spec)
         self._failures = self._deaths = 0
         self._cached_tokens = self._held = self._detached = self._waits_since = None
         self.client: Any = Client()
