@@ -76,3 +76,6 @@ MAX_TEMPLATE_PRODUCT = 1_000_000
 MIN_TOKEN_CHARS = 16
 MAX_TOKEN_CHARS = 1024
 MAX_TOKENS_FILE_BYTES = 4 * 2**20
+
+MAX_GGUF_ENTRIES = 4_194_304  # of all arrays in a file; each takes 8 bytes or more. Vocabularies have about 300,000.
+MAX_GGUF_FLOATS = 65_536  # of a tensor that goes into config.json

@@ -54,15 +54,18 @@ def check_file(path: Path) -> None:
         raise CheckpointError(f"{path}: is a git-lfs pointer, not the file itself: run {text}")
 
 
-def other_form(names: Collection[str]) -> str:
-    """Return what a checkpoint with files of these names is, and a remedy, if it is not the form that is served."""
+def other_form(names: Collection[str], model: str = "") -> str:
+    """Return what a checkpoint with files of these names is, and a remedy, if it is not the form that is served.
+    `model` is its name on the Hub, if it is there.
+    """
     if any(name.endswith(".safetensors") and not name.startswith("adapter_") for name in names):
         return ""
     if "adapter_config.json" in names:
         return "this is an adapter, not a model: merge it into its base model with peft, and serve the result"
     gguf = next((name for name in sorted(names) if name.endswith(SUFFIX)), "")
     if gguf:
-        return f"only GGUF files: set model.path to one of them in a local folder, such as {gguf}"
+        one = f"{model}:KIND, for a file NAME-KIND.gguf" if model else "one of them in a local folder,"
+        return f"only GGUF files: set model.path to {one} such as {gguf}"
     pickle = next((name for name in sorted(names) if name.endswith(_PICKLES)), "")
     text = "is a pickle, which can run code, and is never read: convert it to safetensors with save_pretrained"
     return f"{pickle}: {text} of transformers" if pickle else ""
@@ -94,15 +97,18 @@ def downloaded(path: str) -> Path:
 
 
 def _gguf_of(name: HubName) -> Path:
-    """Return the GGUF file of a kind, or its first part. Raises CheckpointError if there is none."""
+    """Return the GGUF file of a kind, or its first part. Raises CheckpointError if there is none, or several."""
     kinds = {name.kind or "", (name.kind or "").lower(), (name.kind or "").upper()}
     patterns = tuple(f"*[-.]{kind}{part}.gguf" for kind in sorted(kinds) for part in ("", "-?????-of-?????"))
     folder = _snapshot(name, patterns)
-    found = sorted(file for pattern in patterns for file in folder.glob(pattern) if not file.name.startswith("mmproj"))
-    if not found:
+    firsts = (pattern.replace("?????-of", "00001-of") for pattern in patterns)
+    found = {file.name for first in firsts for file in folder.glob(first) if not file.name.startswith("mmproj")}
+    if len(found) != 1:
         text = f"no GGUF file of this kind, which would be named like NAME-{name.kind}.gguf, in the top folder"
+        if found:
+            text = f"several models of this kind: {', '.join(sorted(found))}; set model.path to a local file of one"
         raise CheckpointError(f"model.path: hf:{name.repo}:{name.kind}: {text}")
-    return found[0]
+    return folder / found.pop()
 
 
 def _snapshot(name: HubName, patterns: tuple[str, ...]) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from reprlib import repr as shown
 from typing import Any
 
 from baton.errors import CheckpointError
@@ -24,9 +25,11 @@ Json = dict[str, Any]
 def config_of(header: GgufHeader) -> Json:
     """Return config.json. Raises CheckpointError with the file and the key."""
     name = header.metadata.get("general.architecture")
-    if name not in ARCHITECTURES:
-        raise header.error("general.architecture", f"{name!r} is not supported (supported: {', '.join(ARCHITECTURES)})")
-    return _Config(header, str(name)).json()
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise header.error(
+            "general.architecture", f"{shown(name)} is not supported (supported: {', '.join(ARCHITECTURES)})"
+        )
+    return _Config(header, name).json()
 
 
 class _Config:
@@ -39,7 +42,7 @@ class _Config:
         row, hidden = self._row, self._integer("embedding_length")
         heads = self._integer("attention.head_count")
         kv_heads = self._integer("attention.head_count_kv", heads)
-        rotated = self._integer("rope.dimension_count", 0)
+        rotated = self._integer("rope.dimension_count", 0, low=0)
         usual = rotated if rotated and not row.partial else hidden // heads
         head_dim = self._integer("attention.key_length", usual)
         if self._integer("attention.value_length", head_dim) != head_dim:
@@ -71,8 +74,10 @@ class _Config:
         return found | {"quantization_config": stored}
 
     def _feed_forward(self) -> Json:
-        experts, used = self._integer("expert_count", 0), self._integer("expert_used_count", 0)
-        inner = self._integer("feed_forward_length", self._integer("expert_feed_forward_length", 0) or None)
+        experts, used, width = (
+            self._integer(f"expert_{key}", 0, low=0) for key in ("count", "used_count", "feed_forward_length")
+        )
+        inner = self._integer("feed_forward_length", width or None)
         if not experts:
             return {"intermediate_size": inner}
         found = {"intermediate_size": inner, "num_experts_per_tok": used}
@@ -83,8 +88,8 @@ class _Config:
 
     def _rope(self, rotated: int, head_dim: int) -> Json:
         """Return the keys of the rotation. Factors of frequencies, as of Llama 3.1, are a tensor in the file."""
-        kind, theta = str(self._get("rope.scaling.type") or "none"), float(self._get("rope.freq_base") or 10000.0)
-        found: Json = {"rope_theta": theta}
+        kind = str(self._get("rope.scaling.type") or "none")
+        found: Json = {"rope_theta": self._number("rope.freq_base", 10000.0)}
         if self._row.partial and rotated:
             found["partial_rotary_factor"] = rotated / head_dim
         length = self._integer("context_length")
@@ -134,14 +139,20 @@ class _Config:
             raise self._error(keys[0], "is missing")
         return value
 
-    def _integer(self, key: str, default: int | None = None) -> int:
-        """Return a number, which may be a list of equal ones, one for each layer."""
+    def _number(self, key: str, default: float) -> float:
+        value = self._get(key) or default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._error(key, f"must be a number, got {shown(value)}")
+        return float(value)
+
+    def _integer(self, key: str, default: int | None = None, *, low: int = 1) -> int:
+        """Return a number from `low`, which may be a list of equal ones, one for each layer."""
         value = self._get(key)
         value = value[0] if isinstance(value, list) and len(set(value)) == 1 else default if value is None else value
         if value is None:
             raise self._error(key, "is missing")
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self._error(key, f"must be one whole number for all layers, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise self._error(key, f"must be one whole number from {low} for all layers, got {shown(value)}")
         return value
 
     def _get(self, key: str) -> Any:
@@ -162,20 +173,28 @@ class _Config:
 def ends(header: GgufHeader) -> list[int]:
     """Return the ids that end an answer: those of the metadata, and control tokens that are ends of a turn."""
     found = [header.metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
-    tokens, kinds = (header.metadata.get(f"tokenizer.ggml.{key}", []) for key in ("tokens", "token_type"))
+    tokens, kinds = _list(header, "tokens"), _list(header, "token_type")
     by_text = [i for i, text in enumerate(tokens) if text in ENDS_OF_TURN and kinds[i : i + 1] == [CONTROL]]
     return list(dict.fromkeys([i for i in found if isinstance(i, int)] + by_text))
 
 
 def tokenizer_config_of(header: GgufHeader) -> Json:
     """Return tokenizer_config.json. Raises CheckpointError for an id that no token has."""
-    tokens, found = header.metadata.get("tokenizer.ggml.tokens", []), dict[str, Any]()
+    tokens, found = _list(header, "tokens"), dict[str, Any]()
     for name, key in _NAMED.items():
         at = f"tokenizer.ggml.{key}_token_id"
         token_id = header.metadata.get(at)
         if token_id is not None and not (isinstance(token_id, int) and 0 <= token_id < len(tokens)):
-            raise header.error(at, f"must be the id of a token, got {token_id!r}")
+            raise header.error(at, f"must be the id of a token, got {shown(token_id)}")
         found[name] = None if token_id is None else tokens[token_id]
+    return found
+
+
+def _list(header: GgufHeader, key: str) -> list[Any]:
+    """Return an array of the tokenizer, or an empty one."""
+    found = header.metadata.get(f"tokenizer.ggml.{key}", [])
+    if not isinstance(found, list):
+        raise header.error(f"tokenizer.ggml.{key}", f"must be an array, got {shown(found)}")
     return found
 
 

@@ -65,6 +65,8 @@ def _parts(path: Path) -> list[Path]:
     if found is None:
         return [path]
     names = [f"{found[1]}-{i + 1:05}-of-{found[3]}.gguf" for i in range(int(found[3]))]
+    if not names:
+        raise CheckpointError(f"{path}: is a part of {found[3]} parts, but a model has at least 1")
     if path.name != names[0]:
         raise CheckpointError(f"{path}: is not the first part of the model: set model.path to {names[0]}")
     if missing := next((name for name in names if not (path.parent / name).is_file()), None):

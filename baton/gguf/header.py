@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import CheckpointError
+from baton.limits import MAX_GGUF_ENTRIES, MAX_GGUF_FLOATS
 
 INSTALL = "pip install 'baton-serve[gguf]'"
 MAGIC, VERSIONS = b"GGUF", (2, 3)
@@ -50,6 +51,8 @@ class GgufHeader:
         info = self.tensors[name]
         if info.kind != "F32":
             raise self.error(name, f"has type {info.kind}, expected F32")
+        if info.nbytes > 4 * MAX_GGUF_FLOATS:
+            raise self.error(name, f"has {info.nbytes // 4} numbers, at most {MAX_GGUF_FLOATS} are allowed")
         with info.path.open("rb") as file:
             file.seek(info.start)
             return list(struct.unpack(f"<{info.nbytes // 4}f", file.read(info.nbytes)))
@@ -69,6 +72,7 @@ class _Parser:
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path, self._data, self._at, self._size = path, data, 0, len(data)
+        self._entries = 0  # of all arrays
 
     def header(self) -> GgufHeader:
         if self._data[:4] != MAGIC:
@@ -106,6 +110,10 @@ class _Parser:
         if kind != ARRAY:
             raise self._error(key, f"has the unknown type {kind}")
         inner, count = self._number("I", key), self._number("Q", key)
+        self._entries += count
+        if self._entries > MAX_GGUF_ENTRIES:
+            text = f"brings arrays to {self._entries} entries, at most {MAX_GGUF_ENTRIES} in all are allowed"
+            raise self._error(key, text)
         if inner == STRING:
             self._room(8 * count, key)
             return [self._string(key) for _ in range(count)]
@@ -119,6 +127,8 @@ class _Parser:
         if not 1 <= dimensions <= MAX_DIMENSIONS:
             raise self._error(name, f"has {dimensions} dimensions, expected 1 to {MAX_DIMENSIONS}")
         shape = tuple(reversed(self._numbers("Q", dimensions, f"dimensions of {name}")))
+        if not all(shape):
+            raise self._error(name, f"has the shape {list(shape)}, but no dimension may be 0")
         kind, offset = self._number("I", f"type of {name}"), self._number("Q", f"offset of {name}")
         if kind not in sizes:
             raise self._error(name, f"has the unknown type {kind}")

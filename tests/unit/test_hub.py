@@ -188,7 +188,7 @@ def hub():
         (None, None, None),
         ({"architectures": ["NoSuchForCausalLM"]}, None, "so its weights are not downloaded: .*'NoSuchForCausalLM'"),
         (None, "model.bin", "model.bin: is a pickle"),
-        (None, "model.gguf", "only GGUF files: .* model.gguf"),
+        (None, "model.gguf", "only GGUF files: set model.path to hf:org/tiny:KIND, .* such as model.gguf"),
     ],
 )
 def test_only_a_model_that_can_be_served_is_downloaded(hub, tmp_path, config, name, words):
@@ -229,6 +229,30 @@ def test_one_gguf_file_of_a_model_is_downloaded(hub, tmp_path, monkeypatch):
         if not words:
             assert pinned("hf:org/tiny:q8_0", Path(done.stdout.strip())) == f"hf:org/tiny@{COMMIT}:q8_0"
     assert set(downloads) == {"tiny-Q8_0.gguf"}
+
+
+@pytest.mark.parametrize(
+    ("names", "result"),
+    [
+        (["a-Q4_0.gguf", "a-Q8_0.gguf", "mmproj-a-Q8_0.gguf"], "a-Q8_0.gguf"),
+        (["a.q8_0-00002-of-00002.gguf", "a.q8_0-00001-of-00002.gguf"], "a.q8_0-00001-of-00002.gguf"),
+        (
+            ["b-Q8_0-00001-of-00002.gguf", "b-Q8_0-00002-of-00002.gguf", "a-Q8_0.gguf"],
+            "a-Q8_0.gguf, b-Q8_0-00001-of-00002",
+        ),
+        (["a-Q4_0.gguf"], "no GGUF file of this kind"),
+    ],
+)
+def test_a_kind_must_be_that_of_one_model(names, result, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(return_value=str(tmp_path)))
+    monkeypatch.setattr("baton.model_hub.gguf_folder", lambda path: path)
+    for name in names:
+        (tmp_path / name).touch()
+    if result in names:
+        assert model_folder("hf:org/tiny:Q8_0") == tmp_path / result
+        return
+    with pytest.raises(CheckpointError, match=f"model.path: hf:org/tiny:Q8_0: .*{result}"):
+        model_folder("hf:org/tiny:Q8_0")
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,13 @@ CAPS: tuple[Cap, ...] = (
     Cap("requests in a message to a watcher", limits.MAX_SHOWN_REQUESTS, "requests", "the newest are shown"),
     Cap("a token in the token file", limits.MAX_TOKEN_CHARS, "characters", "the file is rejected"),
     Cap("the token file", limits.MAX_TOKENS_FILE_BYTES, "bytes", "the file is rejected"),
+    Cap(
+        "arrays in the metadata of a GGUF file, all together",
+        limits.MAX_GGUF_ENTRIES,
+        "entries",
+        "the file is rejected",
+    ),
+    Cap("factors of rotations in a GGUF file", limits.MAX_GGUF_FLOATS, "numbers", "the file is rejected"),
 )
 
 

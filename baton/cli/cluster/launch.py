@@ -66,7 +66,7 @@ def pull(model: str) -> None:
     from baton.engine.models.fallback.choice import check_served  # slow to import
 
     with suppress(CheckpointError):  # then the cached files decide
-        if form := other_form(hub_files(model)):
+        if form := other_form(hub_files(model), model):
             raise ConfigError(f"model.path: {model}: {form}")
     try:
         check_served(model_folder(model, weights=False))

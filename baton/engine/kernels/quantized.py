@@ -22,6 +22,10 @@ class Scheme(NamedTuple):
     bits: int
     group: int
 
+    def divides(self, k: int, share: int) -> bool:
+        """Return whether shares of the k inputs cut no group, or all inputs are one."""
+        return not self.group or self.group >= k or share % self.group == 0
+
 
 SCHEMES = {"int8": Scheme(8, 0), "int4": Scheme(4, 32)}
 PIECE = 1 << 20  # elements that are quantised at a time: temporaries that stay in caches
@@ -62,11 +66,15 @@ class QuantizedWeight:
         return replace(self, levels=self.levels[chosen], factors=self.factors[chosen], scales=scales, zeros=zeros)
 
     def columns(self, own: range) -> QuantizedWeight:
-        """Return the matrix of some inputs with the same values. They must be whole groups, unless a row is one."""
+        """Return the matrix of some inputs with the same values. Raises ValueError if they are no whole groups, unless
+        a row is one.
+        """
         levels, k = self.levels[:, own.start : own.stop], len(own)
         if self.group >= self.k:
             levels = F.pad(levels, (0, -k % 8))
             return replace(self, levels=levels.contiguous(), group=levels.shape[1], k=k)
+        if own.start % self.group or k % self.group:
+            raise ValueError(f"inputs {own.start} to {own.stop} are no whole groups of {self.group}")
         held = slice(own.start // self.group, own.stop // self.group)
         scales, zeros = (None if part is None else part[:, held].contiguous() for part in (self.scales, self.zeros))
         return replace(self, levels=levels.contiguous(), k=k, scales=scales, zeros=zeros)

@@ -54,10 +54,10 @@ def weight_files(folder: Path) -> list[Path]:
     """
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
-    if found := sorted(folder.glob(f"*{GGUF}")):
-        return found
     index = folder / INDEX
     if not index.is_file():
+        if found := sorted(folder.glob(f"*{GGUF}")):
+            return found
         raise _no_weights(folder)
     fields = Fields(str(index), read_json_object(index)).section("weight_map")
     if not fields.values:

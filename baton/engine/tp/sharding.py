@@ -221,7 +221,8 @@ class ShardedParts(Parts):
     def summed(self, name: str, out: int, n_in: int, *, bias: bool) -> Linear:
         added = self.weights.tensor(f"{name}.bias", out) if bias else None
         held, whole_k = added if self.exchange.rank == 0 else None, n_in * self.exchange.size
-        if self.are_stored((name,)):
+        stored = self.weights.checkpoint.scheme([f"{name}.weight"])
+        if stored is not None and stored.divides(whole_k, n_in):
             whole = Parts._packed(self, (name,), (out,), whole_k)
         elif self.quantize != "none":  # scales are those of whole rows, as on one rank
             wide = self.weights.float32(f"{name}.weight", out, whole_k).to(self.weights.dtype)

@@ -108,9 +108,12 @@ def test_tied_with_a_head_of_its_own_uses_it(folder: Path):
 
 
 def test_what_is_not_read(folder: Path):
-    """Rotary buffers of old checkpoints, and an index next to a single file, are ignored."""
+    """Rotary buffers of old checkpoints, an index next to a single file, and a GGUF file next to any, are ignored."""
     edit_tensors(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}))
     (folder / "model.safetensors.index.json").write_text("not read")
+    (folder / "m.gguf").write_text("not read")
+    load_model(folder)
+    add_index(folder, {"weight_map": {"all": "w.safetensors"}})
     load_model(folder)
 
 

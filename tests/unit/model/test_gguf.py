@@ -3,6 +3,8 @@
 import json
 import random
 import re
+import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,8 +17,10 @@ from baton.engine.models.checkpoint import Checkpoint
 from baton.engine.models.config import read_config
 from baton.engine.models.loading import load_model
 from baton.errors import CheckpointError
+from baton.gguf.config import config_of, tokenizer_config_of
 from baton.gguf.folder import gguf_folder
-from baton.gguf.header import read_header
+from baton.gguf.header import GgufHeader, TensorInfo, read_header
+from baton.limits import MAX_GGUF_ENTRIES, MAX_GGUF_FLOATS
 from baton.model_hub import model_folder
 from baton.tokenizer import load_tokenizer
 from tests.support.gguf_files import Export
@@ -166,6 +170,8 @@ def test_parts_of_a_split_file_are_one_model(tmp_path: Path):
     others[0].unlink()
     with pytest.raises(CheckpointError, match=re.escape(f"{first.name}: the part {others[0].name} is missing")):
         gguf_folder(first)
+    with pytest.raises(CheckpointError, match=r"m-00001-of-00000.gguf: is a part of 00000 parts, but a model has at"):
+        gguf_folder(tmp_path / "m-00001-of-00000.gguf")
 
 
 def test_a_fingerprint_is_that_of_the_content(tmp_path: Path):
@@ -192,6 +198,9 @@ BROKEN: dict[str, tuple[Any, str]] = {
         lambda data: _with_byte(data, b"output_norm.weight", 4 + 8, 77), "output_norm.weight has the unknown type 77",
     ),
     "dimensions": (lambda data: _with_byte(data, b"output_norm.weight", 0, 9), "output_norm.weight has 9 dimensions"),
+    "size": (
+        lambda data: _with_byte(data, b"output_norm.weight", 4, 0), r"output_norm.weight has the shape \[0\], but no",
+    ),
     "value": (
         lambda data: _with_byte(data, b"llama.block_count", 0, 99), "llama.block_count has the unknown type 99",
     ),
@@ -218,6 +227,61 @@ def test_broken_files(name: str, tmp_path: Path):
         model_folder(tmp_path / "m.gguf")
     assert str(tmp_path / "m.gguf") in str(caught.value)
     assert not list((tmp_path / "home").rglob("config.json"))
+
+
+PHI = {"embedding_length": 96, "attention.head_count": 6, "rope.dimension_count": 12, "feed_forward_length": 80}
+PHI |= {"block_count": 2, "context_length": 512}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("general.architecture", ["phi3"], r"\['phi3'\] is not supported"),
+        ("phi3.attention.head_count", 0, "must be one whole number from 1 for all layers, got 0"),
+        ("phi3.attention.head_count", 97, "phi3.attention.key_length must be one whole number from 1 .*, got 0"),
+        ("phi3.attention.head_count_kv", [6, 0], r"must be one whole number from 1 for all layers, got \[6, 0\]"),
+        ("phi3.attention.key_length", 0, "must be one whole number from 1 for all layers, got 0"),
+        ("phi3.block_count", -1, "must be one whole number from 1 for all layers, got -1"),
+        ("phi3.rope.freq_base", "much", "must be a number, got 'much'"),
+        ("phi3.rope.freq_base", [1.0], r"must be a number, got \[1.0\]"),
+        ("tokenizer.ggml.tokens", 7, "must be an array, got 7"),
+        ("tokenizer.ggml.token_type", 3, "must be an array, got 3"),
+    ],
+)
+def test_metadata_of_another_kind(key: str, value: Any, words: str):
+    metadata = {"general.architecture": "phi3", "phi3.attention.layer_norm_rms_epsilon": 1e-5}
+    metadata |= {f"phi3.{name}": number for name, number in PHI.items()}
+    path = Path("m.gguf")
+    header = GgufHeader(path, metadata, {"token_embd.weight": TensorInfo(path, "F32", (64, 96), 0, 24576)})
+    assert config_of(header)["head_dim"] == 16
+    changed = replace(header, metadata=metadata | {key: value})
+    with pytest.raises(CheckpointError, match=words if words.startswith("phi3") else f"m.gguf: {key} {words}"):
+        config_of(changed)
+    if key == "tokenizer.ggml.tokens":
+        with pytest.raises(CheckpointError, match=words):
+            tokenizer_config_of(changed)
+
+
+def test_large_arrays_and_factors_are_rejected(tmp_path: Path):
+    """A file of few gigabytes would else become many times as much memory."""
+    path = tmp_path / "m.gguf"
+    arrays = {b"one": 7, b"two": MAX_GGUF_ENTRIES - 6}
+    data = (struct.pack("<Q3sIIQ", 3, key, 9, 0, count) + bytes(count) for key, count in arrays.items())
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + b"".join(data))
+    with pytest.raises(CheckpointError, match=r"m.gguf: two brings arrays to 4194305 entries, at most 4194304 in all"):
+        read_header(path)
+    info = TensorInfo(path, "F32", (MAX_GGUF_FLOATS + 1,), 0, 4 * MAX_GGUF_FLOATS + 4)
+    with pytest.raises(CheckpointError, match=r"rope_freqs.weight has 65537 numbers, at most 65536 are allowed"):
+        GgufHeader(path, {}, {"rope_freqs.weight": info}).floats("rope_freqs.weight")
+
+
+def test_levels_of_another_shape(tmp_path: Path):
+    random_checkpoint(tmp_path, "llama", **SIZES)
+    Export(tmp_path, tmp_path / "m.gguf", "llama", "Q8_0")
+    folder = unpacked(tmp_path / "m.gguf")
+    edit_config(folder, intermediate_size=500)
+    with pytest.raises(CheckpointError, match=r"m.gguf: blk.0.ffn_[a-z]+.weight has shape .*512.*, expected .*500"):
+        load_model(folder)
 
 
 def test_any_bytes_are_read_or_rejected(tmp_path: Path, seed: int):

@@ -1,12 +1,14 @@
 """config.json of models with recurrent layers: defaults of `transformers`, and rejections."""
 
 import json
+import math
 from typing import Any
 
 import pytest
 
 from baton.engine.models.config import ModelConfig, parse_config
 from baton.engine.models.json_fields import Fields
+from baton.engine.models.recurrent.spec import MambaSpec
 from baton.errors import CheckpointError
 from tests.unit.model.checkpoints import CLASSES, CONV, FOUR, RECURRENT
 
@@ -50,6 +52,14 @@ def test_other_names_of_keys_take_precedence():
     assert found.spec.recurrent[0].width == 3
 
 
+@pytest.mark.parametrize("limits", [[0, 1], [0.0, 1.0], [0, math.inf], [0, {"__float__": "Infinity"}]])
+def test_limits_of_time_steps_may_be_whole_numbers(limits: list[Any]):
+    settings = settings_of("granitemoehybrid", **TYPES["granitemoehybrid"])
+    found = parsed(settings | {"time_step_limit": limits}).spec.recurrent[0]
+    assert isinstance(found, MambaSpec)
+    assert found.limits == (0.0, 1.0 if limits[1] == 1 else math.inf)
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
@@ -61,6 +71,8 @@ def test_other_names_of_keys_take_precedence():
         ("granitemoehybrid", {"mamba_n_heads": 7}, "mamba_n_heads .* do not divide the 8192 channels"),
         ("granitemoehybrid", {"time_step_limit": [2.0, 1.0]}, "time_step_limit must be two numbers"),
         ("granitemoehybrid", {"time_step_limit": 3}, "time_step_limit must be two numbers"),
+        ("granitemoehybrid", {"time_step_limit": [True, 2]}, "time_step_limit must be two numbers"),
+        ("granitemoehybrid", {"time_step_limit": [0.0, math.nan]}, "time_step_limit must be two numbers"),
         ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type 'alibi' is not supported"),
         ("nemotron_h", {"layers_block_type": ["mamba", "lstm"]}, "layers_block_type 'lstm' is not supported"),
         ("nemotron_h", {"layers_block_type": ["mamba", "mlp"]}, "must have attention in at least one layer"),

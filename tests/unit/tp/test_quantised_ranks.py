@@ -9,15 +9,26 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.kernels.quantized import Quantize
+from baton.engine.kernels.quantized import SCHEMES, Quantize, quantize
+from baton.engine.model_backend import ModelBackend
 from baton.engine.models.loading import load_model
-from tests.unit.model.checkpoints import random_checkpoint
+from baton.gguf.folder import gguf_folder
+from tests.unit.model.checkpoints import edit_config, random_checkpoint
 from tests.unit.model.harness import greedy, prompts
 from tests.unit.model.test_quantised import FORMATS, compress, widen
 from tests.unit.tp.support import on_threads, plan
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "head_dim": 16}
 SIZES |= {"num_key_value_heads": 2, "vocab_size": 259}
+
+
+def check_same(ranks: ModelBackend, whole: ModelBackend, seed: int) -> None:
+    assert ranks.fingerprint == whole.fingerprint
+    found = [greedy(backend, prompts((1, 9, 40)), 12, Random(seed)) for backend in (ranks, whole)]
+    for own, other in zip(*found, strict=True):
+        assert own.tokens == other.tokens
+        for position, logits in own.logits.items():
+            torch.testing.assert_close(logits, other.logits[position], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("size", [2, 4])  # four ranks share two KV heads
@@ -30,12 +41,32 @@ def test_tokens_are_those_of_one_process(form: Any, size: int, tmp_path: Path, m
     quantize: Quantize = "none" if isinstance(form, tuple) else form
     whole = load_model(tmp_path, quantize=quantize, block_size=8)
     with closing(on_threads(replace(plan(tmp_path, size, str(tmp_path)), quantize=quantize), [])) as ranks:
-        assert ranks.fingerprint == whole.fingerprint
-        found = [greedy(backend, prompts((1, 9, 40)), 12, Random(seed)) for backend in (ranks, whole)]
-    for own, other in zip(*found, strict=True):
-        assert own.tokens == other.tokens
-        for position, logits in own.logits.items():
-            torch.testing.assert_close(logits, other.logits[position], rtol=1e-4, atol=1e-4)
+        check_same(ranks, whole, seed)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_a_layer_with_groups_that_ranks_would_cut_is_widened(kind: str, tmp_path: Path, monkeypatch, seed: int) -> None:
+    """Each rank has 80 inputs of down_proj, which are two and a half groups of GGUF."""
+    from tests.support.gguf_files import Export
+
+    monkeypatch.setenv("BATON_CPU_LEVEL", "none")
+    random_checkpoint(tmp_path, "qwen2", **SIZES | {"intermediate_size": 160})
+    monkeypatch.setenv("BATON_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("baton.gguf.folder._tokenizer", lambda header: "{}")
+    Export(tmp_path, tmp_path / "m.gguf", "qwen2", kind)
+    folder = gguf_folder(tmp_path / "m.gguf")
+    edit_config(folder, dtype="float32")
+    whole = load_model(folder, block_size=8)
+    with closing(on_threads(plan(tmp_path, 2, str(folder)), [])) as ranks:
+        check_same(ranks, whole, seed)
+
+
+def test_columns_that_cut_a_group_are_rejected() -> None:
+    whole = quantize(torch.ones(2, 128), SCHEMES["int4"])
+    assert torch.equal(whole.columns(range(32, 96)).widened(), whole.widened()[:, 32:96])
+    for own in (range(16, 80), range(32, 80)):
+        with pytest.raises(ValueError, match=rf"inputs {own.start} to 80 are no whole groups of 32"):
+            whole.columns(own)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])

@@ -139,9 +139,10 @@ def time_steps(fields: Fields) -> tuple[float, float]:
     # transformers writes infinity as an object.
     each = found if isinstance(found, list) else []
     limits = [math.inf if limit == {"__float__": "Infinity"} else limit for limit in each]
-    if [type(limit) for limit in limits] != [float, float] or limits[0] > limits[1]:
+    numbers = all(type(limit) in (int, float) for limit in limits)
+    if not numbers or len(limits) != 2 or not limits[0] <= limits[1]:  # also false for NaN
         raise fields.error("time_step_limit", f"must be two numbers, the lower one first, got {shown(found)}")
-    return limits[0], limits[1]
+    return float(limits[0]), float(limits[1])
 
 
 def every(layers: int, step: int, most: str = SLIDING, other: str = FULL) -> tuple[str, ...]:

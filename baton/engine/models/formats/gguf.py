@@ -121,8 +121,8 @@ def _halves(rows: Tensor, heads: int) -> Tensor:
 def _levels(source: Source, stored: str, shape: Sequence[int]) -> Levels:
     """Return a matrix of blocks: a float16 scale, then 32 signed bytes, or 16 bytes with the levels i and i + 16."""
     kind = source.dtype(stored)
-    blocks = source.part(stored, None, (kind,)).view(shape[0], shape[1] // GROUP, -1)
     _check_shape(source, stored, shape)
+    blocks = source.part(stored, None, (kind,)).view(shape[0], shape[1] // GROUP, -1)
     scales, rest = blocks[..., :2].contiguous().view(torch.float16)[..., 0], blocks[..., 2:]
     levels = rest ^ 128 if kind == "Q8_0" else torch.cat((rest & 15, rest >> 4), -1)
     return Levels(levels.reshape(shape[0], shape[1]), scales, None, BITS[kind], GROUP)
