@@ -18,6 +18,7 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 256
 MAX_LOGPROBS = 20
+MAX_PROMPT_SCORES = 1_000_000  # of one HTTP request: about 60 bytes each in the answer, more in memory
 MAX_PRIORITY = 100
 MAX_RESUMABLE_S = 600
 MAX_RECORD_BYTES = 2**20  # per stream, for events (about 10,000 tokens without logprobs) and again for thoughts

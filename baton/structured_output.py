@@ -176,7 +176,8 @@ def _after_free_text(constraint: Constraint, marks: Mapping[str, int | None]) ->
         answer = f"/{_IN_SLASHES.sub(_in_slashes, constraint.texts[0])}/"
     else:
         schema = json.loads(constraint.texts[0])
-        shape = {"whitespace_pattern": _WHITESPACE} | schema.get("x-guidance", {})
+        given = schema.get("x-guidance")
+        shape = {"whitespace_pattern": _WHITESPACE} | (given if isinstance(given, dict) else {})
         answer = "%json " + json.dumps(schema | {"x-guidance": shape})
     return "\n".join([*lines, f"answer: {answer}"])
 

@@ -25,6 +25,7 @@ from router.openai.upstream import EventId, Rename, wrong_id
 
 _SAMPLING = frozenset(common_pb2.Sampling.DESCRIPTOR.fields_by_name) - {"max_tokens", "top_k", "seed", "logit_bias"}
 _EVENT_ID = re.compile(r"([A-Za-z0-9_-]{1,64})((?:\+[A-Za-z0-9_-]{0,64})*):([0-9]{1,9}(?:\.[0-9]{1,9})*)", re.ASCII)
+_FORMAT = "response_format.json_schema.schema"
 _NAMES = {"cache_scope": "cache_salt", "client_tag": "user"}
 
 
@@ -82,8 +83,7 @@ def chat_job(body: ChatBody, tool_form: str = "", reasoning_form: str = "") -> J
         request.chat.reasoning_effort = body.reasoning_effort
     schema = _schema(body, tool_form)
     if schema is not None:
-        field = "tools" if body.forced else "response_format.json_schema.schema"
-        request.constraint.json_schema = _json(schema, field)
+        request.constraint.json_schema = _json(schema, "tools" if body.forced else _FORMAT)
     if body.logprobs:
         request.logprobs = body.top_logprobs or 0
     names = _names("max_completion_tokens" if given else "max_tokens", _constrained_by(body))
@@ -284,8 +284,9 @@ def _schema(body: ChatBody, tool_form: str) -> object:
     if wanted is None or wanted.type == "text":
         return None
     content = wanted.json_schema.shape if wanted.json_schema else {"type": "object"}
-    if not body.offered:
+    if not body.offered or tool_form == "none":
         return content
+    _json(content, _FORMAT)  # rejects what is too deep to be moved
     return calls_or(content, [tool.function for tool in body.offered], tool_form, body.parallel_tool_calls)
 
 

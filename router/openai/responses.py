@@ -30,7 +30,7 @@ from router.audit_digest import joined
 from router.openai.errors import JSON, Json, problem_of
 from router.openai.job import Job
 from router.openai.logprobs.prompt import ReturnedPrompt
-from router.openai.logprobs.tokens import Scored, TokenTexts
+from router.openai.logprobs.tokens import Scored, TokenTexts, in_thread
 from router.openai.upstream import EventId, Metadata, Streams
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
@@ -192,15 +192,19 @@ class Answer:
                     self.job.format.read(piece.index, piece.text)
                 choice.scored.extend(piece.scored or ())
                 choice.thoughts += [piece.thought] if piece.thought else []
+        top = self.job.returns.vllm_top
+        prompts = [] if top is None else [await prompt.vllm(top) for prompt in self._returned]
+        return await in_thread(sum(map(len, self._returned)), lambda: self._complete(prompts))
+
+    def _complete(self, prompts: Sequence[object]) -> bytes:
         choices = []
         for index, choice in enumerate(self._choices):
             scored = choice.scored if self.job.logprobs else None
             shown = self.job.format.choice(index, "".join(choice.text), scored, choice.reason)
             choices.append(shown | ({"thoughts": choice.thoughts} if self.job.thoughts else {}))
         answer = self._object(self.job.format.whole, choices) | self._account()
-        if (top := self.job.returns.vllm_top) is not None:
-            found = [await prompt.vllm(top) for prompt in self._returned]
-            self.job.format.add_prompts(answer, found)
+        if prompts:
+            self.job.format.add_prompts(answer, prompts)
         return orjson.dumps(self.job.wire.whole(answer))
 
     async def events(self, streams: Streams, keep_alive_s: float) -> AsyncGenerator[bytes]:
@@ -300,6 +304,7 @@ class Answer:
         match event.WhichOneof("event"):
             case "accepted":
                 self._prompts[number] = event.accepted.prompt_tokens
+                self.job.returns.check(sum(self._prompts), self.job.n)
                 self._fingerprints[number] = event.accepted.system_fingerprint
                 self.job.format.opened = event.accepted.in_reasoning
                 return await self._echoed(number) if self.job.returns.echo_top is None else []

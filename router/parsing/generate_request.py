@@ -28,7 +28,7 @@ from baton.rpc.v1 import inference_pb2 as pb
 from baton.structured_output import Grammars
 from baton.tokenizer import Tokenizer
 from router.parsing.chat import Chats
-from router.parsing.model_forms import REASONING, ends_in_reasoning
+from router.parsing.model_forms import REASONING, ends_in_reasoning, opens_reasoning
 
 DEFAULT_MAX_TOKENS = 16
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
@@ -178,6 +178,9 @@ class RequestParser:
         elif field == "chat":
             text = await self.chats.prompt(message.chat)
             in_reasoning = ends_in_reasoning(text, self.reasoning_form)
+            if message.chat.continue_final_message:
+                given = message.chat.messages[-1].content
+                in_reasoning = in_reasoning or opens_reasoning(given, self.reasoning_form)
             prompt = await self._encoded(text, added=special is True)
         else:
             prompt = await self._encoded(message.text, added=special is not False)
@@ -221,10 +224,6 @@ class RequestParser:
             violations.append(Violation("ids", f"at most {limits.MAX_DETOKENIZE_IDS} tokens, got {size}"))
         if violations:
             raise InvalidRequest(*violations)
-
-
-async def _encoded(encode: Callable[[str], list[int]], text: str) -> list[int]:
-    return encode(text) if len(text) <= _THREAD_CHARS else await asyncio.to_thread(encode, text)
 
 
 def seed_of(text: str) -> int:

@@ -56,3 +56,11 @@ def ends_in_reasoning(prompt: str, form: str) -> bool:
     """Return whether a rendered prompt ends inside opened reasoning, as those of DeepSeek R1 do."""
     begins, _ = REASONING.get(form, ((), ()))
     return prompt.rstrip().endswith(begins)
+
+
+def opens_reasoning(text: str, form: str) -> bool:
+    """Return whether `text`, the beginning of an answer, ends inside reasoning, which begins where a line begins."""
+    begins, ends = REASONING.get(form, ((), ()))
+    marks = "|".join(map(re.escape, begins))
+    begun = max((found.start() for found in re.finditer(rf"^[ \t]*(?:{marks})", text, re.MULTILINE)), default=-1)
+    return bool(begins) and begun > max(map(text.rfind, ends))

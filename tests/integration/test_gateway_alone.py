@@ -356,6 +356,12 @@ async def test_prompt_logprobs_have_the_form_of_vllm(gateway, top):
         assert next(iter(found[4])) == "4", "the token of the prompt comes first, and once"
         assert len(found) == 6
     assert [request.prompt_logprobs for request in gateway.fake.requests] == [top, top]
+    many = {"accepted": pb.Accepted(prompt_tokens=1_000_000 // (2 * (top + 1)) + 1)}
+    gateway.plays(many, *PARTS, finished(), completed())
+    for field, more in (("prompt_logprobs", {"prompt_logprobs": top}), ("logprobs", {"logprobs": top, "echo": True})):
+        found = f"{field}: at most 1000000 log-probabilities of prompts, got 10"
+        with pytest.raises(openai.BadRequestError, match=found):
+            await gateway.complete(["x", "x"], extra_body=more)
     with pytest.raises(openai.BadRequestError, match="prompt_logprobs: only allowed without stream"):
         await gateway.complete("x", stream=True, extra_body={"prompt_logprobs": 1})
 

@@ -138,6 +138,17 @@ async def test_the_conversation_is_that_of_chat(gateway):
     assert (request.sampling.max_tokens, request.sampling.top_k) == (20, 5)
 
 
+@pytest.mark.parametrize("role", ["user", "assistant"])
+async def test_an_answer_continues_its_given_beginning(gateway, role):
+    turns = [*ASK["messages"], {"role": role, "content": "So"}]
+    await answer(gateway, messages=turns)
+    status, _, _ = await post(gateway, {"messages": turns}, "/v1/messages/count_tokens")
+    assert status == 200
+    chats = [gateway.fake.requests[0].chat, gateway.fake.tokenized[0].chat]
+    assert [chat.continue_final_message for chat in chats] == [role == "assistant"] * 2
+    assert [chat.messages[-1].content for chat in chats] == ["So", "So"]
+
+
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
 async def test_a_call_can_be_forced(gateway, choice):
     gateway.plays(ACCEPTED, *spoken(CALL))
@@ -162,7 +173,7 @@ async def test_text_can_have_a_schema(gateway):
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
             "messages[0].content[0].type: must be one of 'text', 'thinking', 'tool_use', 'tool_result'",
         ),
-        ({"messages": [*ASK["messages"], {"role": "assistant", "content": "So"}]}, "the last one must have role user"),
+        ({"messages": [{"role": "assistant", "content": [USE | {"id": "1"}]}]}, "must not have a tool_use"),
         ({"tool_choice": {"type": "tool", "name": "x"}, "tools": [TOOL]}, "must name one of tools: weather"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type: must be 'custom'"),
         ({"container": "x"}, "container: unknown field"),

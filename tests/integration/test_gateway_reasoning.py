@@ -63,9 +63,18 @@ async def test_a_router_reports_a_thought_that_the_prompt_opened(make, monkeypat
     monkeypatch.setattr(chat, "_PLAIN", "{{ messages[0].content }}")
     cluster = await make(http="127.0.0.1:0", reasoning_parser="think")
     async with asking(cluster.router.http) as client:
-        for content, opened in (("<think>", True), ("x", False)):
-            asked = [{"role": "user", "content": content}]
-            done = await client.chat(asked, max_tokens=4, response_format={"type": "json_object"})
+        for content, role, opened in (
+            ("<think>", "user", True),
+            ("x", "user", False),
+            ("<think>x", "user", False),
+            ("<think>\nI was", "assistant", True),
+            ("<think>a</think>b", "assistant", False),
+            ("<think>a</think>b\n <think>c", "assistant", True),
+            ("the mark <think> begins", "assistant", False),
+        ):
+            asked = [{"role": role, "content": content}]
+            more = {"extra_body": {"continue_final_message": role == "assistant"}}
+            done = await client.chat(asked, max_tokens=4, response_format={"type": "json_object"}, **more)
             message = done.choices[0].message
             assert (message.content, getattr(message, "reasoning_content", "")) == (
                 ("", "<0><1><2><3>!") if opened else ("<0><1><2><3>!", "")

@@ -112,7 +112,7 @@ async def test_items_are_the_messages_of_chat(gateway):
     ]  # fmt: skip
     answered = request.chat.messages[2]
     assert [call.arguments for call in answered.tool_calls] == ['{"city": "Köln"}']
-    assert request.sampling.top_k == 5
+    assert (request.sampling.top_k, request.chat.reasoning_effort) == (5, "low")
     assert json.loads(request.chat.tools)[0]["function"]["parameters"] == SCHEMA
 
 
@@ -164,6 +164,7 @@ async def test_text_and_calls_can_have_a_schema(gateway):
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "must be 'function'"),
         ({"tool_choice": "required"}, "tool_choice", "only allowed with tools"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "must be"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "must be"),
         ({"max_tokens": 3}, "max_tokens", "did you mean max_output_tokens"),
     ],
     ids=str,

@@ -36,6 +36,12 @@ CAPS: tuple[Cap, ...] = (
     Cap("`sampling.logit_bias`", limits.MAX_LOGIT_BIAS, "entries", _REFUSED),
     Cap("`sampling.bad_words`", limits.MAX_BAD_WORDS, "texts", _REFUSED),
     Cap("`sampling.logprobs`, `prompt_logprobs`", limits.MAX_LOGPROBS, "tokens per position", _REFUSED),
+    Cap(
+        "log-probabilities of prompts in the answer to an HTTP request",
+        limits.MAX_PROMPT_SCORES,
+        "entries: prompt tokens times alternatives + 1, times `n`",
+        "400 naming the field",
+    ),
     Cap("`priority`, above and below 0", limits.MAX_PRIORITY, "", _REFUSED),
     Cap("`resumable_s`", limits.MAX_RESUMABLE_S, "seconds", _REFUSED),
     Cap(

@@ -28,6 +28,8 @@ def _answer(
     s: Source, begins: tuple[str, ...], ends: tuple[str, ...], form: Form, tools: Tools, opened: bool
 ) -> Steps[None]:
     if opened and ends:
+        yield from s.spaces()
+        yield from s.took(*begins)  # some models repeat the mark of the prompt
         yield from _reasoning(s, ends)
     marks, called = form.marks if tools else (), False
     while (yield from s.ahead()):

@@ -257,8 +257,7 @@ def _function(s: Source, tools: Tools) -> Steps[bool]:
         key = yield from s.before(quote)
         yield from fields.read(key, "</parameter>")
         yield from s.spaces()
-    if (yield from s.took(end)) or s.drops_part(end):
-        fields.end()
+    yield from fields.end((yield from s.took(end)), end, begin)
     return True
 
 
@@ -284,8 +283,7 @@ def _glm(s: Source, tools: Tools) -> Steps[bool]:
         yield from fields.read(key, "</arg_value>")
         yield from s.spaces()
         mark = yield from s.took("<arg_key>", "</tool_call>")
-    if mark or s.drops_part("</tool_call>", "<arg_key>"):
-        fields.end()
+    yield from fields.end(mark, "</tool_call>", "<arg_key>")
     return True
 
 
@@ -293,7 +291,8 @@ class _Fields:
     """Arguments that arrive one by one, written as a JSON object. A text is delivered as it comes."""
 
     def __init__(self, s: Source, schema: Mapping[str, Any]) -> None:
-        self._s, self._properties = s, schema.get("properties", {})
+        found = schema.get("properties")
+        self._s, self._properties = s, found if isinstance(found, Mapping) else {}
         self._before = "{"
 
     def read(self, key: str, end: str) -> Steps[None]:
@@ -311,8 +310,13 @@ class _Fields:
         yield from s.through((end,), pieces.append)
         s.arguments(_converted("".join(pieces).strip()))
 
-    def end(self) -> None:
-        self._s.arguments("{}" if self._before == "{" else "}")
+    def end(self, mark: str, end: str, begin: str) -> Steps[None]:
+        """End the object at its `mark`, at a part of `end`, or at other text: the model forgot its mark. An answer that
+        was cut there, perhaps in `begin`, leaves it open.
+        """
+        s = self._s
+        if mark or s.drops_part(end) or ((yield from s.ahead()) and not s.drops_part(begin)):
+            s.arguments("{}" if self._before == "{" else "}")
 
     def _is_text(self, key: str) -> bool:
         shape = self._properties.get(key)
@@ -326,13 +330,14 @@ def _text(value: str) -> str:
 def _converted(text: str) -> str:
     """Return a value as JSON: JSON itself, a constant of Python, or else a text."""
     try:
-        json.loads(text, parse_constant=_reject)
+        json.loads(text, parse_constant=reject_constant)
     except (ValueError, RecursionError):
         return _PYTHON_CONSTANTS.get(text) or _text(text)
     return text
 
 
-def _reject(constant: str) -> None:
+def reject_constant(constant: str) -> None:
+    """Raise ValueError: Python reads NaN and Infinity, which JSON does not have."""
     raise ValueError(f"{constant} is not JSON")
 
 
@@ -374,7 +379,7 @@ def _field(text: str) -> str:
     try:
         call = ast.parse(f"f({text})", mode="eval").body
         [keyword] = call.keywords if isinstance(call, ast.Call) else []
-        value = json.dumps(ast.literal_eval(keyword.value), ensure_ascii=False)
+        value = json.dumps(ast.literal_eval(keyword.value), ensure_ascii=False, allow_nan=False)
         value.encode()
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return ""

@@ -42,6 +42,7 @@ Part: TypeAlias = str | Reasoning | Call | Arguments
 Steps: TypeAlias = Generator[None, None, T]
 Emit: TypeAlias = Callable[[str], None]
 
+_MAX_UNREAD = 65_536
 _SPACES = re.compile(r"\s*+")
 _JSON = re.compile(r'\\.?|["{}\[\]]', re.DOTALL)  # an escape, perhaps cut, or a character that opens or closes
 _SCALAR = re.compile(r"[^\s,}\]]*+")
@@ -55,6 +56,7 @@ class Source:
     def __init__(self, read: Callable[[Source], Steps[None]]) -> None:
         self._text, self._at, self.ended = "", 0, False
         self._trial: list[str] | None = None  # text read since a trial began
+        self._unread = 0  # characters that failed trials have read
         self._parts: list[Part] = []
         self.gap = ""  # white space before the mark that `until` found
         self.said = False  # content since the last call or reasoning
@@ -96,12 +98,18 @@ class Source:
         return found
 
     def attempt(self, steps: Steps[bool]) -> Steps[bool]:
-        """Run `steps`. If they return False, the text that they read is unread again."""
+        """Run `steps`. If they return False, the text that they read is unread again. Return False without them once
+        `_MAX_UNREAD` characters were unread: an answer may begin calls without end.
+        """
+        if self._unread > _MAX_UNREAD:
+            return False
         outer, self._trial = self._trial, []
         done = yield from steps
         read, self._trial = self._trial, outer
         if not done and read is not None:
-            self._text, self._at = "".join(read) + self._text[self._at :], 0
+            again = "".join(read)
+            self._text, self._at = again + self._text[self._at :], 0
+            self._unread += len(again)
         elif outer is not None and read is not None:
             outer += read
         return done

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import orjson
+
+from baton.errors import InvalidRequest
+from baton.limits import MAX_PROMPT_SCORES
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
-from router.openai.logprobs.tokens import Scored, TokenText, TokenTexts
+from router.openai.logprobs.tokens import Scored, TokenText, TokenTexts, in_thread, shown_ids
 from router.openai.upstream import Metadata
 
 
@@ -27,6 +31,14 @@ class Wanted:
     def top(self) -> int | None:
         """Number of alternatives to request from the router."""
         return max((each for each in (self.echo_top, self.vllm_top) if each is not None), default=None)
+
+    def check(self, tokens: int, choices: int) -> None:
+        """Raise InvalidRequest if the log-probabilities of prompts with `tokens` in total are too many."""
+        if self.top is None or (size := tokens * (self.top + 1) * choices) <= MAX_PROMPT_SCORES:
+            return
+        field = "prompt_logprobs" if self.top == self.vllm_top else "logprobs"
+        asked = f"{tokens} prompt tokens x ({self.top} + 1) x n ({choices})"
+        raise InvalidRequest.of(field, f"at most {MAX_PROMPT_SCORES} log-probabilities of prompts, got {size}: {asked}")
 
 
 class ReturnedPrompt:
@@ -54,6 +66,9 @@ class ReturnedPrompt:
     async def scored(self, text: str, top: int) -> list[Scored]:
         """Return all tokens, with offsets into `text` and at most `top` alternatives. Raises BatonError."""
         found = await self._texts.scored(self._ids, self._entries, self._metadata)
+        return await in_thread(len(self), lambda: self._placed(found, text, top))
+
+    def _placed(self, found: Sequence[Scored], text: str, top: int) -> list[Scored]:
         places = _offsets([each.token for each in found], text)
         rows = zip(found, self._ranks, places, strict=True)
         return [
@@ -61,20 +76,20 @@ class ReturnedPrompt:
             for each, rank, place in rows
         ]
 
-    async def vllm(self, top: int) -> list[dict[str, Any] | None]:
-        """Return vLLM's form: for each token an object by token id, for the first one None. Raises BatonError."""
-        ids = {*self._ids, *(each.token_id for entry in self._entries for each in entry.top)}
+    async def vllm(self, top: int) -> orjson.Fragment:
+        """Return vLLM's form: for each token an object by token id, for the first one null. Raises BatonError."""
+        ids = await in_thread(len(self), lambda: shown_ids(self._ids, self._entries))
         texts = await self._texts.of(ids, self._metadata)
-        shown: list[dict[str, Any] | None] = []
+        # One by one, because orjson holds the interpreter's lock.
+        rows = await in_thread(len(self), lambda: [orjson.dumps(each) for each in self._vllm_rows(texts, top)])
+        return orjson.Fragment(b"[" + b",".join(rows) + b"]")
+
+    def _vllm_rows(self, texts: Mapping[int, TokenText], top: int) -> Iterator[dict[str, Any] | None]:
         for token_id, rank, entry in zip(self._ids, self._ranks, self._entries, strict=True):
             best = [(each.token_id, each.logprob, place) for place, each in enumerate(entry.top[:top], 1)]
             rows = dict.fromkeys([(token_id, entry.logprob, rank), *(row for row in best if row[0] != token_id)])
-            shown.append(
-                {str(i): {"logprob": value, "rank": at, "decoded_token": texts[i].text} for i, value, at in rows}
-                if rank
-                else None
-            )
-        return shown
+            shown = {str(i): {"logprob": value, "rank": at, "decoded_token": texts[i].text} for i, value, at in rows}
+            yield shown if rank else None
 
 
 def _offsets(tokens: Sequence[TokenText], text: str) -> list[int]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import asyncio
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from baton.errors import EngineFault
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from router.openai.upstream import Metadata, Upstream
 
+T = TypeVar("T")
 _KEPT = 1 << 17  # token texts in memory
+_THREAD_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,25 @@ class Scored:
     offset: int = 0
 
 
+async def in_thread(tokens: int, work: Callable[[], T]) -> T:
+    """Return the result of `work` on `tokens`, computed in a thread if they are many."""
+    return work() if tokens <= _THREAD_TOKENS else await asyncio.to_thread(work)
+
+
+def shown_ids(ids: Sequence[int], entries: Sequence[common_pb2.TokenLogprobs]) -> set[int]:
+    """Return all tokens and alternatives."""
+    return {*ids, *(top.token_id for entry in entries for top in entry.top)}
+
+
+def _scored(
+    ids: Sequence[int], entries: Sequence[common_pb2.TokenLogprobs], texts: dict[int, TokenText]
+) -> list[Scored]:
+    return [
+        Scored(texts[token_id], entry.logprob, tuple((texts[top.token_id], top.logprob) for top in entry.top))
+        for token_id, entry in zip(ids, entries, strict=True)
+    ]
+
+
 class TokenTexts:
     """Cache of token texts."""
 
@@ -52,11 +75,8 @@ class TokenTexts:
             return []
         if len(entries) != len(ids):
             raise EngineFault(f"the router sent {len(entries)} logprobs for {len(ids)} tokens")
-        texts = await self.of({*ids, *(top.token_id for entry in entries for top in entry.top)}, metadata)
-        return [
-            Scored(texts[token_id], entry.logprob, tuple((texts[top.token_id], top.logprob) for top in entry.top))
-            for token_id, entry in zip(ids, entries, strict=True)
-        ]
+        texts = await self.of(await in_thread(len(ids), lambda: shown_ids(ids, entries)), metadata)
+        return await in_thread(len(ids), lambda: _scored(ids, entries, texts))
 
     async def of(self, ids: Collection[int], metadata: Metadata) -> dict[int, TokenText]:
         """Return the text of each token. Raises BatonError."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 import orjson
 
 from router.openai.errors import Json, Problem
+from router.openai.formats.calls import reject_constant
 from router.openai.formats.wire import AnswerWire
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -140,10 +141,13 @@ def _usage(usage: Json) -> Json:
     return counts | {"cache_creation_input_tokens": 0, "cache_read_input_tokens": cached}
 
 
-def _object(text: str) -> Json:
-    """Return the arguments of a call; empty if the answer was cut within them."""
+def _object(text: str) -> Json | orjson.Fragment:
+    """Return the arguments of a call; empty if they are cut or cannot be written."""
     try:
-        found = json.loads(text)
+        found = json.loads(text, parse_constant=reject_constant)
+        orjson.dumps([[[found]]])  # as deep as in the answer
+    except orjson.JSONEncodeError as error:  # the text is valid JSON all the same
+        return orjson.Fragment(text) if "64-bit" in str(error) else {}
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

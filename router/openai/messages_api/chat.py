@@ -58,7 +58,8 @@ def _prompt(body: CountBody) -> Json:
     messages = [{"role": "system", "content": system}] if system else []
     messages += [message for turn in body.messages for message in _messages(turn)]
     tools = [_tool(tool) for tool in body.tools] if body.tools else None
-    return {"messages": messages, "tools": tools}
+    continued = True if body.messages[-1].role == "assistant" else None  # the answer's beginning is given
+    return {"messages": messages, "tools": tools, "continue_final_message": continued}
 
 
 def _messages(turn: Turn) -> Iterator[Json]:

@@ -137,8 +137,8 @@ class CountBody(Body):
                 elif isinstance(block, ToolResult) and block.tool_use_id not in called:
                     where = f"[{place}].content[{number}].tool_use_id"
                     raise ValueError(f"{where}: must be the id of a tool_use in an earlier message")
-        if turns[-1].role == "assistant":
-            raise ValueError("the last one must have role user; the beginning of an answer cannot be given")
+        if any(isinstance(block, ToolUse) for block in turns[-1].content):
+            raise ValueError("the last one must not have a tool_use: send its tool_result too")
         return turns
 
 

@@ -24,6 +24,7 @@ class ResponsesWire(AnswerWire):
         self._sequence = -1
         self._output = list[Json]()
         self._open = False  # the last item
+        self._pieces = list[str]()  # of its text or arguments
         self._reason = "stop"
 
     def whole(self, answer: Json) -> Json:
@@ -82,7 +83,7 @@ class ResponsesWire(AnswerWire):
             part: Json = {"type": _PARTS[kind], "text": ""}
             self._output[-1]["content"] = [part | ({"annotations": [], "logprobs": []} if kind == "message" else {})]
             yield self._of_part("response.content_part.added", part=self._part)
-        self._part["text"] += text
+        self._pieces.append(text)
         logprobs: Json = {"logprobs": []} if kind == "message" else {}
         yield self._of_part(f"response.{_PARTS[kind]}.delta", delta=text, **logprobs)
 
@@ -93,7 +94,7 @@ class ResponsesWire(AnswerWire):
             more = {"call_id": call["id"], "name": function["name"], "arguments": ""}
             yield from self._begins(answer, "function_call", more)
         if function["arguments"]:
-            self._output[-1]["arguments"] += function["arguments"]
+            self._pieces.append(function["arguments"])
             yield self._of_item("response.function_call_arguments.delta", delta=function["arguments"])
 
     def _begins(self, answer: Json, kind: str, more: Json) -> Iterator[Json]:
@@ -109,12 +110,14 @@ class ResponsesWire(AnswerWire):
             return
         self._open, item = False, self._output[-1]
         item["status"] = "incomplete" if self._reason == "length" else "completed"
+        text, self._pieces = "".join(self._pieces), []
         if item["type"] == "function_call":
-            more = {"arguments": item["arguments"], "name": item["name"]}
-            yield self._of_item("response.function_call_arguments.done", **more)
+            item["arguments"] = text
+            yield self._of_item("response.function_call_arguments.done", arguments=text, name=item["name"])
         else:
             logprobs: Json = {"logprobs": []} if item["type"] == "message" else {}
-            yield self._of_part(f"response.{_PARTS[item['type']]}.done", text=self._part["text"], **logprobs)
+            self._part["text"] = text
+            yield self._of_part(f"response.{_PARTS[item['type']]}.done", text=text, **logprobs)
             yield self._of_part("response.content_part.done", part=self._part)
         yield {"type": "response.output_item.done", "output_index": self._last, "item": item}
 

@@ -37,6 +37,7 @@ _SAME = (
 _NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
 }
@@ -52,6 +53,7 @@ def responses_job(body: ResponsesBody, tool_form: str, reasoning_form: str) -> J
         asked["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     else:
         asked["tool_choice"] = choice
+    asked["reasoning_effort"] = (body.reasoning or {}).get("effort")
     if body.text is not None and body.text.format is not None:
         asked["response_format"] = _format(body.text.format)
     with http_names(_NAMES):

@@ -72,17 +72,20 @@ def test_a_megabyte_of_mistakes_is_refused_at_once():
     assert time.process_time() - started < scaled(1.0)
 
 
-@pytest.mark.parametrize(("levels", "fits"), [(200, True), (300, False)])
-def test_a_schema_has_its_depth(levels, fits):
+@pytest.mark.parametrize(("levels", "fits"), [(200, True), (300, False), (1000, False)])
+@pytest.mark.parametrize(("tools", "form"), [(b"", ""), (b"[]", ""), (b"[%s]", "none"), (b"[%s]", "hermes")])
+def test_a_schema_has_its_depth(levels, fits, tools, form):
     """A schema that can be parsed but not serialized is the client's mistake."""
     schema = b'{"not":' * levels + b"{}" + b"}" * levels
     wanted = b'{"type":"json_schema","json_schema":{"schema":' + schema + b"}}"
-    data = b'{"messages":[{"role":"user","content":"x"}],"response_format":' + wanted + b"}"
+    offered = b',"tools":' + tools.replace(b"%s", orjson.dumps(TOOL)) if tools else b""
+    data = b'{"messages":[{"role":"user","content":"x"}],"response_format":' + wanted + offered + b"}"
     if fits:
-        assert chat_job(checked(data, ChatBody)).requests[0].constraint.json_schema.encode() == schema
+        made = chat_job(checked(data, ChatBody), form).requests[0].constraint.json_schema.encode()
+        assert made.startswith(b'{"$defs"') if form == "hermes" else made == schema
     else:
         with pytest.raises(InvalidRequest, match=r"^response_format\.json_schema\.schema: .*nested too deeply[^;]*$"):
-            chat_job(checked(data, ChatBody))
+            chat_job(checked(data, ChatBody), form)
 
 
 @pytest.mark.parametrize("levels", [200, 248, 249, 250, 251, 252, 253, 254, 300])
@@ -106,6 +109,26 @@ def test_deep_values_of_other_apis_are_served_or_refused(levels):
 
 
 DETAILS = {"prompt_tokens_details": {"cached_tokens": 0}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ('{"a": 123456789012345678901234567890}', b'{"a": 123456789012345678901234567890}'),
+        ('{"a": "\\ud800"}', b"{}"),
+        ('{"a": NaN, "b": 123456789012345678901234567890}', b"{}"),
+        ('{"a":' * 252 + "1" + "}" * 252, b"{}"),
+        ('{"a":' * 251 + "1" + "}" * 251, b'{"a":' * 251 + b"1" + b"}" * 251),
+    ],
+    ids=["long", "surrogate", "constant", "too deep", "deep"],
+)
+def test_any_arguments_of_a_call_can_be_written(arguments, shown):
+    body = checked(b'{"max_tokens":1,"messages":[{"role":"user","content":"x"}]}', MessagesBody)
+    call = {"id": "c", "function": {"name": "f", "arguments": arguments}}
+    choice = {"message": {"content": None, "tool_calls": [call]}, "finish_reason": "tool_calls"}
+    usage = {"prompt_tokens": 1, "completion_tokens": 1}
+    answer = {"id": "r", "model": "m", "choices": [choice], "usage": usage}
+    assert b'"input":' + shown + b"}" in orjson.dumps(messages_job(body, "", "").wire.whole(answer))
 
 
 def test_every_mistake_is_named():

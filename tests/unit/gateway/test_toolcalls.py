@@ -15,14 +15,19 @@ from baton.structured_output import Grammars
 from baton.tokenizer import OracleTokenizer
 from router.openai.formats.answer import reader_of, whole
 from router.openai.formats.forced import forced_schema
-from router.openai.formats.text import Arguments, Call, Reasoning
+from router.openai.formats.text import Arguments, Call, Reasoning, Source
 from router.openai.schema import Function
 from router.parsing.model_forms import TOOL_FORMS
 from tests.integration.gateway_support import any_text
 from tests.support.time_factor import scaled
 
 PLACE = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "dry": {}}}
-TOOLS: dict[str, dict[str, Any]] = {"weather": PLACE, "now": {}}
+TOOLS: dict[str, dict[str, Any]] = {
+    "weather": PLACE,
+    "now": {},
+    "null": {"properties": None},
+    "list": {"properties": []},
+}
 RAIN = '{"name": "weather", "arguments": {"city": "Köln"}}'
 NOW = '{"name": "now", "parameters": {}}'
 CITY, RAINS, NOWS = '{"city": "Köln"}', ("weather", '{"city": "Köln"}'), ("now", "{}")
@@ -94,8 +99,18 @@ TEXTS = [
     ("glm", "<think>Hm</think>\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Köln</arg_value>\n"
      "<arg_key>dry</arg_key>\n<arg_value>[1]</arg_value>\n</tool_call><tool_call>now</tool_call>", "",
      [("weather", '{"city": "Köln", "dry": [1]}'), NOWS], "Hm"),
+    ("qwen3_coder", "<tool_call><function=weather><parameter=days>1</parameter></tool_call>\n<tool_call><function=now>"
+     "\n</tool_call>", "", [("weather", '{"days": 1}'), NOWS]),  # without </function>
+    ("qwen3_coder", "<function=weather><parameter=days>1</parameter>\n<para", "", [("weather", '{"days": 1')]),
+    ("qwen3_coder", "<function=weather><parameter=days>1</parameter>\n</fun", "", [("weather", '{"days": 1}')]),
+    ("glm", "<tool_call>weather<arg_key>days</arg_key><arg_value>1</arg_value>\nDone.", "Done.",
+     [("weather", '{"days": 1}')]),
+    ("glm", "<tool_call>weather<arg_key>days</arg_key><arg_value>1</arg_value><arg_k", "", [("weather", '{"days": 1')]),
+    ("glm", "<tool_call>null<arg_key>a</arg_key><arg_value>1</arg_value></tool_call><tool_call>list<arg_key>a</arg_key>"
+     "<arg_value>x</arg_value></tool_call>", "", [("null", '{"a": 1}'), ("list", '{"a": "x"}')]),
     ("pythonic", "[weather(city='K(ö, \"ln', days=-3), now()]", "",
      [("weather", '{"city": "K(ö, \\"ln", "days": -3}'), NOWS]),
+    ("pythonic", "[now(a=1e999, b=2)]", "", [("now", '{"b": 2}')]),
     ("pythonic", f"<|python_start|>[now()]<|python_end|>{NOW}", "", [NOWS, NOWS]),
     ("pythonic", "<|tool_call_start|>[now()]<|tool_call_end|>Wait.", "Wait.", [NOWS]),
     ("granite", f"<|tool_call|>[{RAIN}, {NOW}]", "", [RAINS, NOWS]),
@@ -113,6 +128,8 @@ TEXTS = [
     ("qwen", f"Hi, the tag <think> opens it.\n<think>{RAIN}</think>\nDone",
      "Hi, the tag <think> opens it.Done", [], RAIN),
     ("opened", f"{DRAFT}\n</think>\n\n{RAIN}", "", [RAINS], DRAFT),
+    ("opened", f"\n<think>\n{DRAFT}</think>Hi", "Hi", [], DRAFT),  # repeats the mark of the prompt
+    ("opened", "<th", "", [], "<th"),
     ("opened", "only a thought", "", [], "only a thought"),
     ("magistral", f"[THINK]Hm [TOOL_CALLS][{RAIN}] \n[/THINK]I ask.[TOOL_CALLS]now[ARGS]{{}}", "I ask.", [NOWS],
      f"Hm [TOOL_CALLS][{RAIN}]"),
@@ -210,6 +227,23 @@ def test_long_answers_cost_little(text, size):
             reader.feed(text[at : at + size])
         reader.end()
     assert time.process_time() - started < scaled(3.0)
+
+
+@pytest.mark.parametrize("mark", ["<tool_call>", '<tool_call>{"a":['])
+@pytest.mark.parametrize("form", ["glm", "hermes"])
+def test_calls_without_end_are_read_twice_at_most(monkeypatch, mark, form):
+    """After 64 KiB of attempts in vain, marks are text."""
+    sizes, take = list[int](), Source.take
+
+    def counted(self, size):
+        sizes.append(size)
+        return take(self, size)
+
+    monkeypatch.setattr(Source, "take", counted)
+    text = mark * 7_000 + f"<tool_call>{RAIN}</tool_call>"
+    pieces = [text[at : at + 1000] for at in range(0, len(text), 1000)]
+    assert read(form, *pieces)[1:] == (text, [])
+    assert sum(sizes) < 3 * (len(text) + 65_536)
 
 
 # --- forced calls: only calls are possible, and they match the function's parameters
