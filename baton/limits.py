@@ -64,6 +64,7 @@ MAX_HTTP_HEADER_BYTES = 16 * 2**10
 MAX_HTTP_PROMPTS = 128
 MAX_HTTP_COUNTS = 1024  # numbers of an event's id, which comes back in a header
 MAX_HTTP_TOOLS = 128
+MAX_UNREAD_CHARS = 65_536
 MAX_HTTP_NAME_CHARS = 256  # of a message
 
 MAX_KEPT_CALLS = 1024  # complete calls whose streams decode workers keep for their callers

@@ -133,6 +133,12 @@ CAPS: tuple[Cap, ...] = (
     Cap("`tools` of an HTTP request", limits.MAX_HTTP_TOOLS, "tools", "400 naming the field"),
     Cap("`messages[].name` of an HTTP request", limits.MAX_HTTP_NAME_CHARS, "characters", "400 naming the field"),
     Cap(
+        "text of an answer that is read as tool calls and contains none",
+        limits.MAX_UNREAD_CHARS,
+        "characters",
+        "later marks of calls are text",
+    ),
+    Cap(
         "complete parts of unfinished HTTP answers, for a router",
         limits.MAX_KEPT_CALLS,
         "parts",

@@ -14,6 +14,8 @@ from functools import lru_cache
 from itertools import groupby
 from typing import TypeAlias, TypeVar
 
+from baton.limits import MAX_UNREAD_CHARS
+
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
@@ -42,7 +44,6 @@ Part: TypeAlias = str | Reasoning | Call | Arguments
 Steps: TypeAlias = Generator[None, None, T]
 Emit: TypeAlias = Callable[[str], None]
 
-_MAX_UNREAD = 65_536
 _SPACES = re.compile(r"\s*+")
 _JSON = re.compile(r'\\.?|["{}\[\]]', re.DOTALL)  # an escape, perhaps cut, or a character that opens or closes
 _SCALAR = re.compile(r"[^\s,}\]]*+")
@@ -99,9 +100,9 @@ class Source:
 
     def attempt(self, steps: Steps[bool]) -> Steps[bool]:
         """Run `steps`. If they return False, the text that they read is unread again. Return False without them once
-        `_MAX_UNREAD` characters were unread: an answer may begin calls without end.
+        `MAX_UNREAD_CHARS` characters were unread: an answer may begin calls without end.
         """
-        if self._unread > _MAX_UNREAD:
+        if self._unread > MAX_UNREAD_CHARS:
             return False
         outer, self._trial = self._trial, []
         done = yield from steps

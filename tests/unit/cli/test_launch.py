@@ -279,9 +279,9 @@ def test_an_address_in_use_is_found_before_anything_starts(tmp_path, monkeypatch
                 launch.up(file, [item], Stop(), detach=detach, announce=launch.announce)
     check_ports(load_config(file, [item]))
     everywhere = [item, f"router.metrics='[::]:{port}'", "security.allow_insecure=true"]
-    with pytest.raises(ConfigError, match="is also router.http"):
+    with pytest.raises(ConfigError, match=r"is also router\.http"):
         check_ports(load_config(file, everywhere))
-    with pytest.raises(ConfigError, match="router.http: cannot listen on no-such-host.invalid:1"):
+    with pytest.raises(ConfigError, match=r"router\.http: cannot listen on no-such-host\.invalid:1"):
         check_ports(load_config(file, ["router.http=no-such-host.invalid:1", "security.allow_insecure=true"]))
     both = [item, f"router.metrics=127.0.0.1:{port}"]
     with pytest.raises(ConfigError, match=f"router.metrics: 127.0.0.1:{port} is also router.http"):

@@ -232,7 +232,7 @@ def test_long_answers_cost_little(text, size):
 @pytest.mark.parametrize("mark", ["<tool_call>", '<tool_call>{"a":['])
 @pytest.mark.parametrize("form", ["glm", "hermes"])
 def test_calls_without_end_are_read_twice_at_most(monkeypatch, mark, form):
-    """After 64 KiB of attempts in vain, marks are text."""
+    """After 64 KiB of failed attempts, marks are text."""
     sizes, take = list[int](), Source.take
 
     def counted(self, size):
