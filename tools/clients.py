@@ -60,7 +60,7 @@ CLIENTS = {
     "outlines": Client(("outlines[openai]",)),
     "guidance": Client(("guidance", "openai")),
     "anthropic": Client(("anthropic",)),
-    "lm-eval": Client(("lm-eval[api]", "transformers", "tokenizers")),
+    "lm-eval": Client(("lm-eval[api]", "transformers", "tokenizers", "accelerate")),
     "inspect-ai": Client(("inspect-ai", "openai")),
 }
 

@@ -35,7 +35,10 @@ def _():
 def _():
     agent = Agent(model, output_type=NativeOutput(Place), model_settings=settings)
 
-    @agent.tool_plain
+    async def once(context, tool):  # the toy model would call it forever
+        return tool if context.run_step == 1 else None
+
+    @agent.tool_plain(prepare=once)
     def weather(city: Literal["Paris", "Rome"]) -> str:
         return "18"
 

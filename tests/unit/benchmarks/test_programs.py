@@ -20,7 +20,8 @@ from router.placement.policy import POLICIES
 from tests.support.compiled_kernels import compiled_or_skip
 
 PROGRAMS = sorted((ROOT / "benchmarks").glob("*.py"))
-PAGES = "determinism disaggregation engine local-prefill overload quantized router simulator thinking transfer".split()
+PAGES = "determinism disaggregation engine experts local-prefill overload quantized router simulator".split()
+PAGES += ["thinking", "transfer"]
 PAGE_OF = {name: name for name in PAGES} | dict.fromkeys(("disaggregation-1b", "disaggregation-vllm"), "disaggregation")
 PAGE_OF |= dict.fromkeys(("soak-soak", "soak-control"), "faults") | {
     "kv_int8": "kv_int8",
@@ -61,6 +62,7 @@ TINY = ("--tiny", "--rounds", "1")
 RUNS: dict[str, tuple[tuple[str, ...], int]] = {  # options, and how many ratios are measured without other engines
     "choose": (("--quick", "--workers", "100", "--blocks", "3000"), len(POLICIES) + 2),
     "quantized": (TINY, 8),
+    "experts": (TINY, 10),
     "kv_int8": (TINY, 5),
     "determinism": ((*TINY, "--requests", "16", "--answer", "8"), 3),
     "engine": (("--quick", *TINY, "--threads", "1", "--sizes", "L", "--points", "P512,B1@128", "--peers", "none"), 2),
