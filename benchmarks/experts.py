@@ -89,7 +89,7 @@ def main(argv: list[str]) -> None:
     for dtype in dtypes:
         model = made(options.cache.absolute(), dtype, tiny=options.tiny)
         setup = Setup(str(model), dtype, options.threads, kv_tokens=8192, cache="")
-        engines = {"baton": Subject(setup), "transformers": Transformers(setup)}
+        engines: dict[str, Subject | Transformers] = {"baton": Subject(setup), "transformers": Transformers(setup)}
         for _, point, (name, engine) in product(range(number_of_turns(options) + 1), POINTS, engines.items()):
             times.setdefault((dtype, str(point), name), []).append(median(measured(engine, point)))
     text, ratios, rates = table({key: found[1:] for key, found in times.items()}, dtypes)  # the first turn warms up
