@@ -212,7 +212,7 @@ def test_only_a_model_that_can_be_served_is_downloaded(hub, tmp_path, config, na
 
 @pytest.mark.slow
 def test_one_gguf_file_of_a_model_is_downloaded(hub, tmp_path, monkeypatch):
-    """By its kind. The result is pinned to the commit, and a kind that is absent is named."""
+    """A kind selects the file. The result has the commit in its name, and an error names an absent kind."""
     from tests.support.gguf_files import Export
 
     at, files, downloads = hub
