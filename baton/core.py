@@ -17,6 +17,7 @@ from baton.limits import (
     MAX_BAD_WORDS,
     MAX_CHOICE_CHARS,
     MAX_CHOICE_TEXTS,
+    MAX_GRAMMAR_BYTES,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_REGEX_BYTES,
@@ -25,14 +26,14 @@ from baton.limits import (
     MAX_STOP_STRINGS,
 )
 
-Kind = Literal["json_schema", "regex", "choices"]
+Kind = Literal["json_schema", "regex", "choices", "grammar"]
 
-_MOST_BYTES = {"json_schema": MAX_SCHEMA_BYTES, "regex": MAX_REGEX_BYTES}
+_MOST_BYTES = {"json_schema": MAX_SCHEMA_BYTES, "regex": MAX_REGEX_BYTES, "grammar": MAX_GRAMMAR_BYTES}
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """The format of an answer: a JSON schema, a regular expression, or a choice of texts."""
+    """The format of an answer: a JSON schema, a regular expression, a choice of texts, or a grammar."""
 
     kind: Kind
     texts: tuple[str, ...]

@@ -19,7 +19,7 @@ import numpy as np
 
 from baton.core import Constraint
 from baton.errors import InvalidRequest
-from baton.limits import MAX_SCHEMA_MULTIPLE, MAX_SCHEMA_PATTERNS
+from baton.limits import MAX_GRAMMAR_OPERATORS, MAX_GRAMMAR_RULES, MAX_SCHEMA_MULTIPLE, MAX_SCHEMA_PATTERNS
 from baton.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ COMPILED = 64  # grammars that are kept
 # Between JSON tokens, unless the schema differs (`x-guidance`): confused models would write only whitespace.
 _WHITESPACE = " ?"
 _MAX_REASON_CHARS = 300
+_GRAMMAR_FUEL = 100_000  # a tenth of llguidance's default, because its time to reject a grammar is 8 s
 _MAX_PLACES = 20
 # Keywords without schemas that apply.
 _NO_SCHEMAS = frozenset({"$defs", "definitions", "const", "enum", "default", "examples"})
@@ -98,7 +99,10 @@ class Grammars:
     def _compile(self, constraint: Constraint) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(verbose_errors=False)  # errors are logged; requested text never is
+        fuel = _GRAMMAR_FUEL if constraint.kind == "grammar" else None
+        limits = LLParserLimits(
+            verbose_errors=False, initial_lexer_fuel=fuel
+        )  # errors are logged; requested text never is
         grammar = _grammar(constraint)
         if constraint.after:
             marks = {mark: self._source.token_id(mark) for mark in constraint.after}
@@ -148,6 +152,8 @@ def _grammar(constraint: Constraint) -> str:
     [text] = constraint.texts
     if constraint.kind == "regex":
         return LLMatcher.grammar_from_regex(text)
+    if constraint.kind == "grammar":
+        return LLMatcher.grammar_from_lark(_lark(constraint))
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError):
@@ -163,6 +169,27 @@ def _grammar(constraint: Constraint) -> str:
         raise constraint.refused(_reason(str(error))) from None
 
 
+def _lark(constraint: Constraint) -> str:
+    """Return the grammar in Lark's syntax. Raises InvalidRequest if it cannot be read or could cost hours."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    [text] = constraint.texts
+    if "%json" in text:
+        raise constraint.refused("must not contain %json: send a schema as json_schema instead")
+    if (found := text.count("&") + text.count("~")) > MAX_GRAMMAR_OPERATORS:  # llguidance's time doubles with each
+        raise constraint.refused(
+            f"& and ~: at most {MAX_GRAMMAR_OPERATORS} together, got {found} (\\x26 is & in a text)"
+        )
+    if (rules := text.count("::=")) > MAX_GRAMMAR_RULES:
+        raise constraint.refused(f"at most {MAX_GRAMMAR_RULES} rules, got {rules}")
+    try:
+        return any_to_lark(text)
+    except RecursionError:
+        raise constraint.refused("its nesting is too deep") from None
+    except Exception as error:  # noqa: BLE001  (the converter raises plain ones for a wrong grammar)
+        raise constraint.refused(_reason(str(error))) from None
+
+
 def _after_free_text(constraint: Constraint, marks: Mapping[str, int | None]) -> str:
     """Return a grammar of a free text up to one of `marks`, each a token or else a text, and then the answer."""
     free = " | ".join(f"free{at}" for at in range(len(marks)))
@@ -172,6 +199,8 @@ def _after_free_text(constraint: Constraint, marks: Mapping[str, int | None]) ->
         lines.append(text if token_id is None else f"free{at}: FREE <[{token_id}]>")
     if constraint.kind == "choices":
         answer = " | ".join(map(json.dumps, constraint.texts))
+    elif constraint.kind == "grammar":
+        answer = f"%lark {{\n{_lark(constraint)}\n}}"
     elif constraint.kind == "regex":
         answer = f"/{_IN_SLASHES.sub(_in_slashes, constraint.texts[0])}/"
     else:

@@ -24,7 +24,7 @@ Tools: TypeAlias = Sequence[Mapping[str, Any]]
 
 _SAMPLING = frozenset(common.Sampling.DESCRIPTOR.fields_by_name)
 _TURN = ("role", "content", "tool_calls", "tool_call_id")
-_CONSTRAINT = frozenset({"json_schema", "regex", "choices"})
+_CONSTRAINT = frozenset({"json_schema", "regex", "choices", "grammar"})
 
 
 def generate_request(prompt: types.Prompt, options: types.Options) -> inference.GenerateRequest:

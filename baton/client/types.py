@@ -45,9 +45,10 @@ class Options(TypedDict, total=False):
     deterministic: bool | None  # (False) bit-identical on all workers with one system fingerprint
     thoughts: bool | None  # (False) return a thinking model's thought about each chunk of its context
     think_while_decoding: bool | None  # (as in the cluster file) also think about generated tokens
-    json_schema: str | Mapping[str, object] | None  # the format of the answer; at most one of these three
+    json_schema: str | Mapping[str, object] | None  # the format of the answer; at most one of these four
     regex: str | None
     choices: Sequence[str] | None
+    grammar: str | None  # in the syntax of Lark or GBNF
     priority: int | None  # (0) -100 to 100; higher runs first
     cache_scope: str | None  # ("") cached prompts are shared only within a scope
     trace: bool | None  # (False) return the spans of all processes that served the request

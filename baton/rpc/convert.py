@@ -59,11 +59,11 @@ def constraint_from_pb(message: inference.Constraint) -> Constraint:
     """Read a constraint. Raises InvalidRequest if it has no kind or is too large."""
     kind = message.WhichOneof("kind")
     if kind is None:
-        raise InvalidRequest.of("constraint", "one of json_schema, regex and choices must be set")
+        raise InvalidRequest.of("constraint", "one of json_schema, regex, choices and grammar must be set")
     if kind == "choices":
         return Constraint(kind, tuple(message.choices.texts), tuple(message.after))
-    text = message.json_schema if kind == "json_schema" else message.regex
-    return Constraint(kind, (text,), tuple(message.after))
+    texts = {"json_schema": message.json_schema, "regex": message.regex, "grammar": message.grammar}
+    return Constraint(kind, (texts[kind],), tuple(message.after))
 
 
 _REASONS = {reason: common.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}

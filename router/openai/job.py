@@ -217,6 +217,8 @@ def _constraint(body: Common) -> pb.Constraint | None:
     field, wanted = body.wanted_text
     if wanted.regex is not None:
         return pb.Constraint(regex=wanted.regex)
+    if wanted.grammar is not None:
+        return pb.Constraint(grammar=wanted.grammar)
     if wanted.choice is not None:
         return pb.Constraint(choices=pb.Choices(texts=wanted.choice))
     shape = {"type": "object"} if wanted.json_schema is None else wanted.json_schema

@@ -23,8 +23,7 @@ _DRAIN = 16  # A too long body is read up to this multiple of the limit, so that
 # Fields of OpenAI and vLLM that are known but not supported, with the values that request nothing.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "allowed_token_ids": (),
-    "guided_decoding_backend": (),
-    "guided_grammar": (),
+    "guided_decoding_backend": ("auto", "guidance"),  # vLLM's name of llguidance
     "guided_whitespace_pattern": (),
     "length_penalty": (1.0,),
     "return_token_ids": (False,),

@@ -169,6 +169,15 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
+# vLLM's older fields, and the same of `structured_outputs`.
+_GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+
+
 class StructuredOutputs(Body):
     """vLLM's constraints of an answer's text; exactly one is set."""
 
@@ -176,13 +185,14 @@ class StructuredOutputs(Body):
     regex: str | None = None
     choice: list[str] | None = None
     json_object: Literal[True] | None = None
-    grammar: None = None
+    grammar: str | None = None
     structural_tag: None = None
 
     @model_validator(mode="after")
     def _is_one(self) -> StructuredOutputs:
-        if sum(value is not None for value in (self.json_schema, self.regex, self.choice, self.json_object)) != 1:
-            raise ValueError("must have exactly one of json, regex, choice and json_object")
+        kinds = self.json_schema, self.regex, self.choice, self.json_object, self.grammar
+        if sum(value is not None for value in kinds) != 1:
+            raise ValueError("must have exactly one of json, regex, choice, json_object and grammar")
         return self
 
 
@@ -218,6 +228,7 @@ class Common(Body):
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
@@ -229,15 +240,14 @@ class Common(Body):
         """The constraint of vLLM's fields and the name of its field, or None."""
         if self.structured_outputs is not None:
             return "structured_outputs", self.structured_outputs
-        for name, key in (("guided_json", "json"), ("guided_regex", "regex"), ("guided_choice", "choice")):
+        for name, key in _GUIDED.items():
             if (value := self.model_dump(include={name})[name]) is not None:
                 return name, StructuredOutputs.model_validate({key: value})
         return None
 
     @model_validator(mode="after")
     def _has_one_constraint(self) -> Common:
-        names = ("structured_outputs", "guided_json", "guided_regex", "guided_choice")
-        given = [name for name, value in self if name in names and value is not None]
+        given = [name for name, value in self if name in {"structured_outputs", *_GUIDED} and value is not None]
         if given[1:]:
             raise ValueError(f"{given[1]}: cannot be combined with {given[0]}")
         return self

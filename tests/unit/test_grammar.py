@@ -9,7 +9,7 @@ import tokenizers
 
 from baton.core import Constraint
 from baton.errors import InvalidRequest
-from baton.limits import MAX_CHOICE_CHARS, MAX_CHOICE_TEXTS, MAX_REGEX_BYTES, MAX_SCHEMA_BYTES
+from baton.limits import MAX_CHOICE_CHARS, MAX_CHOICE_TEXTS, MAX_GRAMMAR_BYTES, MAX_REGEX_BYTES, MAX_SCHEMA_BYTES
 from baton.structured_output import Grammars
 from baton.tokenizer import ORACLE_EOS, OracleTokenizer, load_tokenizer
 from tests.unit.test_tokenizer import save_bpe
@@ -23,8 +23,16 @@ def regex(text: str) -> Constraint:
     return Constraint("regex", (text,))
 
 
+def grammar(text: str) -> Constraint:
+    return Constraint("grammar", (text,))
+
+
 def choices(*texts: str) -> Constraint:
     return Constraint("choices", texts)
+
+
+LARK = 'start: NUMBER ("+" NUMBER){0,2}\nNUMBER: /[1-9][0-9]?/\n'
+GBNF = 'root ::= number ("+" number){0,2}\nnumber ::= [1-9] [0-9]?\n'
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +90,13 @@ def test_a_regex_is_of_all_the_text(oracle):
     assert after(oracle, regex("b[0-2]{2}"), "b11").complete
 
 
+@pytest.mark.parametrize("text", [LARK, GBNF])
+def test_a_grammar_is_read_in_both_syntaxes(oracle, text):
+    assert allowed(after(oracle, grammar(text), "")) == [ord(digit) for digit in "123456789"]
+    assert allowed(after(oracle, grammar(text), "12")) == [ord("+"), ORACLE_EOS]
+    assert after(oracle, grammar(text), "1+x").broken
+
+
 def test_json_may_have_a_space_between_tokens_unless_the_schema_says_more(oracle):
     closed = {"required": ["a"], "additionalProperties": False}
     wanted: dict[str, object] = {"type": "object", "properties": {"a": {"type": "integer"}}, **closed}
@@ -100,6 +115,8 @@ WANTED = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
         (choices("in", 'a"b'), 'a"b'),
         (regex(r"a/b\/[\d]"), "a/b/1"),
         (schema(WANTED), '{"a": 1}'),
+        (grammar(LARK), "2+1+10"),
+        (grammar(GBNF), "2+1+10"),
         (schema(WANTED | {"x-guidance": 1}), '{"a": 1}'),
     ],
 )
@@ -168,6 +185,15 @@ WRONG = [
     (Constraint("json_schema", ("{",)), "must be a JSON object"),
     (Constraint("json_schema", ('{"allOf": [' * 3000 + "{}" + "]}" * 3000,)), "must be a JSON object"),
     (Constraint("json_schema", ('{"allOf": [' * 300 + "{}" + "]}" * 300,)), "recursion limit exceeded"),
+    (grammar('start: "a" x'), 'unknown name: "x"'),
+    (grammar('root ::= "a" x'), "Rule 'x' not found"),
+    (grammar("root ::= " + "(" * 5000 + '"a"' + ")" * 5000), "its nesting is too deep"),
+    (grammar('start: "'), "lexer error"),
+    (grammar('start: %json {"allOf": [{}]}'), "must not contain %json"),
+    (grammar("start: A\nA: " + "&".join(f"/.*w{i}.*/" for i in range(10))), "& and ~: at most 8 together, got 9"),
+    (grammar("start: A\nA: " + "|".join(f"~/.*w{i}.*/" for i in range(9))), "& and ~: at most 8 together, got 9"),
+    (grammar("\n".join(f'r{i} ::= "a"' for i in range(257))), "at most 256 rules, got 257"),
+    (grammar("start: start"), "no text can match it"),
     (regex("a("), "unclosed group"),
     (regex("(?=a)b"), "look-around"),
     (regex(r"(a)\1"), "backreferences are not supported"),
@@ -193,6 +219,7 @@ def test_what_cannot_be_matched_is_refused(oracle, constraint, words):
         ("json_schema", ("é" * (MAX_SCHEMA_BYTES // 2 + 1),), "got 65538"),
         ("regex", ("",), "1 to 8192 bytes, got 0"),
         ("regex", ("x" * (MAX_REGEX_BYTES + 1),), "1 to 8192 bytes, got 8193"),
+        ("grammar", ("x" * (MAX_GRAMMAR_BYTES + 1),), "1 to 65536 bytes, got 65537"),
         ("choices", (), "1 to 256, got 0"),
         ("choices", ("x",) * (MAX_CHOICE_TEXTS + 1), "1 to 256, got 257"),
         ("choices", ("a", ""), "1 to 1024 characters"),
@@ -208,6 +235,8 @@ def test_sizes_are_bounded(kind, texts, words):
 def test_the_largest_that_may_be_asked_for_are_compiled(oracle):
     oracle.check(choices(*(f"{i:03}" + "x" * (MAX_CHOICE_CHARS - 3) for i in range(MAX_CHOICE_TEXTS))))
     oracle.check(regex("(ab|[^c]x?)" * (MAX_REGEX_BYTES // 11)))
+    oracle.check(grammar("root ::= " + " | ".join(f'"{i:05}"' for i in range(5000))))
+    oracle.check(grammar("start: A\nA: " + "&".join(f"/.*w{i}.*/" for i in range(9))))
     names = {f"n{i}": {"type": "string", "pattern": f"^[a-z]{{{i},9999}}$"} for i in range(1000)}
     oracle.check(schema({"type": "object", "properties": names}))
 

@@ -193,11 +193,14 @@ class Constraint(_message.Message):
     JSON_SCHEMA_FIELD_NUMBER: _builtins.int
     REGEX_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
     """at most 64 KiB"""
     regex: _builtins.str
     """at most 8 KiB, in the syntax of Rust's regex crate, for all of the text"""
+    grammar: _builtins.str
+    """at most 64 KiB, in Lark's syntax as llguidance reads it, or in llama.cpp's GBNF"""
     @_builtins.property
     def choices(self) -> Global___Choices:
         """at most 256, each of 1 to 1024 characters"""
@@ -212,13 +215,14 @@ class Constraint(_message.Message):
         json_schema: _builtins.str = ...,
         regex: _builtins.str = ...,
         choices: Global___Choices | None = ...,
+        grammar: _builtins.str = ...,
         after: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "grammar", b"grammar", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "choices", b"choices", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "choices", b"choices", "grammar", b"grammar", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "regex", "choices"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "regex", "choices", "grammar"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

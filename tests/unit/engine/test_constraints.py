@@ -41,6 +41,7 @@ KINDS = {
     "json": Constraint("json_schema", (json.dumps(PERSON),)),
     "regex": Constraint("regex", ("[a-f]{3,9}(-[0-9]{2}){2}",)),
     "choices": Constraint("choices", ("yes", "yesterday", "no", "Zoë")),
+    "grammar": Constraint("grammar", ('root ::= ("x" | "(" root ")") [0-9]{1,3}\n',)),
 }
 engine_of = partial(engines.engine_of, total_blocks=256)
 
@@ -59,6 +60,9 @@ def fits(kind: str, text: str) -> bool:
     if kind == "json":
         jsonschema.validate(json.loads(text), PERSON)
         return True
+    if kind == "grammar":
+        inner = text.lstrip("(")
+        return re.fullmatch(r"x\d{1,3}" + r"\)\d{1,3}" * (len(text) - len(inner)), inner) is not None
     texts = KINDS[kind].texts
     return re.fullmatch(texts[0], text) is not None if kind == "regex" else text in texts
 
