@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import (
@@ -238,19 +238,22 @@ class Common(Body):
     @property
     def wanted_text(self) -> tuple[str, StructuredOutputs] | None:
         """The constraint of vLLM's fields and the name of its field, or None."""
-        if self.structured_outputs is not None:
-            return "structured_outputs", self.structured_outputs
-        for name, key in _GUIDED.items():
-            if (value := self.model_dump(include={name})[name]) is not None:
-                return name, StructuredOutputs.model_validate({key: value})
-        return None
+        return next(iter(self._constraints()), None)
 
     @model_validator(mode="after")
     def _has_one_constraint(self) -> Common:
-        given = [name for name, value in self if name in {"structured_outputs", *_GUIDED} and value is not None]
-        if given[1:]:
-            raise ValueError(f"{given[1]}: cannot be combined with {given[0]}")
+        given = list(self._constraints())
+        for name, value in given[1:]:  # clients of several versions of vLLM send the same constraint in both forms
+            if value != given[0][1]:
+                raise ValueError(f"{name}: cannot be combined with {given[0][0]}")
         return self
+
+    def _constraints(self) -> Iterator[tuple[str, StructuredOutputs]]:
+        if self.structured_outputs is not None:
+            yield "structured_outputs", self.structured_outputs
+        for name, key in _GUIDED.items():
+            if (value := self.model_dump(include={name})[name]) is not None:
+                yield name, StructuredOutputs.model_validate({key: value})
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> Common:

@@ -220,6 +220,7 @@ def test_names_and_variables_of_the_template_are_passed_on():
         ({"guided_choice": ["a", "b"]}, "choices", ["a", "b"]),
         ({"guided_grammar": "start: A", "guided_decoding_backend": "guidance"}, "grammar", "start: A"),
         ({"structured_outputs": {"grammar": "start: A"}}, "grammar", "start: A"),
+        ({"structured_outputs": {"regex": "a+"}, "guided_regex": "a+"}, "regex", "a+"),
     ],
 )
 def test_constraints_of_vllm(fields, kind, value):
@@ -263,7 +264,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
-        ({"structured_outputs": {"regex": "a"}, "guided_regex": "a"}, "guided_regex"),
+        ({"structured_outputs": {"regex": "a"}, "guided_regex": "b"}, "guided_regex"),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
         ({"guided_regex": "a", "tools": [TOOL]}, "guided_regex"),
     ],
