@@ -215,6 +215,7 @@ class SequenceSpec:
     deterministic: bool = False  # tokens and logprobs are bit-identical, independent of the batch
     think_while_decoding: bool = False  # a thinking model also thinks about generated tokens
     prompt_logprobs: int | None = None  # alternatives per prompt token; None returns no log-probabilities of the prompt
+    kv_lengths: bool = False  # spans of workers list the KV length after each step
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -44,7 +44,7 @@ def adoption_events(handoff: HandoffId, commit: CommitState, times: DecodeTimes)
 
 def stepped(result: StepResult, times: DecodeTimes) -> Iterator[HandoffEvents]:
     """Yield events in the order in which routers must receive them: thoughts, tokens, ends."""
-    times.verified(result)
+    times.stepped(result)
     for key, thoughts in result.thoughts:
         yield key, [events.thoughts(key, thoughts)]
     for key, part in result.prompts:

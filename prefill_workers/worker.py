@@ -287,7 +287,7 @@ class PrefillWorker(HandoffRole[PrefillJob]):
             sequence = item.sequence
             work = self._work.get(sequence.key)
             if work is not None and layer == 0:
-                work.times.in_step(self._loop.step_began, streams=work.streams)
+                work.times.in_step(self._loop.step_began, sequence, streams=work.streams)
             if work is None or not work.streams or sequence.allocation is None:
                 continue
             for layers, end in sendable(item, layer, self._info.layout.layers):

@@ -50,6 +50,8 @@ def report(samples: Sequence[Sample], goals: Goals, plan: Mapping[str, Any], gen
         "clipped": generator.clipped,
         "errors": dict(Counter(sample.error for sample in samples if sample.error)),
         "prompt_tokens": prompts,
+        "cached_tokens": sum(sample.cached_tokens for sample in good),
+        "kv_bytes": sum(sample.kv_bytes for sample in good),
         "completion_tokens": tokens,
         "messages": sum(len(sample.times) for sample in good),
         "requests_per_s": rate(completed, wall_s),
@@ -105,11 +107,22 @@ def table(found: Mapping[str, Any]) -> str:
         f"{found['requests_per_s']:.2f} requests/s, {found['tokens_per_s']:.1f} new tokens/s, "
         f"{found['total_tokens_per_s']:.1f} tokens/s with prompts"
     )
+    lines += _prefix_line(found)
     lines.append(f"{'ms':<12}" + "".join(f"{column:>10}" for column in COLUMNS))
     lines += [f"{label:<12}" + _cells(found[key]) for key, label in ROWS.items()]
     if found["goodput"]:
         lines += goal_lines(found["goodput"])
     return "\n".join([*lines, own_line(found["generator"])])
+
+
+def _prefix_line(found: Mapping[str, Any]) -> list[str]:
+    """Return the share of prompt tokens from a prefix cache, and the moved KV, if there was any of either."""
+    parts = []
+    if found["cached_tokens"]:
+        parts.append(f"{found['cached_tokens'] / found['prompt_tokens']:.1%} of prompt tokens from a prefix cache")
+    if found["kv_bytes"]:
+        parts.append(f"{found['kv_bytes'] / 1e6:.2f} MB of KV moved")
+    return [", ".join(parts)] if parts else []
 
 
 def _cells(values: Mapping[str, float] | None) -> str:

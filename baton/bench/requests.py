@@ -36,6 +36,7 @@ class BenchPlan:
     max_tokens: str | None = None
     trace: Path | None = None
     scale: float = 1.0
+    every: int = 1  # keeps each so many-th conversation of the trace
     speed: float = 1.0
     clip: bool = False
     deterministic_share: float = 0.0
@@ -63,6 +64,7 @@ class BenchPlan:
             "--speed: needs --arrivals trace, without --rate": self.speed != 1
             and (not replayed or self.rate is not None),
             "--scale: needs --trace": self.scale != 1 and self.trace is None,
+            "--every: needs --trace": self.every != 1 and self.trace is None,
         }
         for message, is_so in wrong.items():
             if is_so:
@@ -93,7 +95,9 @@ class Load:
     def read(cls, plan: BenchPlan) -> Load:
         plan.check()
         lengths = Lengths.parse(plan.prompt_tokens, plan.max_tokens)
-        trace = None if plan.trace is None else read_trace(plan.trace, scale=plan.scale, limit=plan.requests)
+        trace = None
+        if plan.trace is not None:
+            trace = read_trace(plan.trace, scale=plan.scale, limit=plan.requests, every=plan.every)
         if plan.arrivals == TRACE and trace is not None:
             return cls(plan, lengths, _replayed(plan, trace), None)
         times = None if plan.rate is None else Times.parse(plan.arrivals or "poisson", plan.rate)

@@ -25,6 +25,8 @@ class Sample:
     deterministic: bool = False
     prefill_worker: str = ""
     decode_worker: str = ""
+    cached_tokens: int = 0  # of the prompt, not computed again
+    kv_bytes: int = 0  # moved by the handoff
 
     @property
     def ttft_s(self) -> float:
@@ -61,6 +63,8 @@ class Sample:
             "deterministic": self.deterministic,
             "prefill_worker": self.prefill_worker,
             "decode_worker": self.decode_worker,
+            "cached_tokens": self.cached_tokens,
+            "kv_bytes": self.kv_bytes,
         }
 
 

@@ -123,6 +123,7 @@ def _note(chunk: dict[str, Any], now: float, sample: Sample) -> None:
         sample.record(now, 1)  # a chunk has no token count; one without text shows nothing
     if usage := chunk.get("usage"):
         sample.prompt_tokens, sample.tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
+        sample.cached_tokens = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
 
 
 def _lost(error: httpx2.HTTPError) -> BatonError:
@@ -187,7 +188,8 @@ class GrpcServer:
                     sample.record(self._clock.monotonic(), len(delta.tokens))
             done = await stream.collect()
         sample.prompt_tokens = done.usage.prompt_tokens
-        sample.tokens = done.usage.completion_tokens
+        sample.tokens, sample.cached_tokens = done.usage.completion_tokens, done.usage.cached_tokens
+        sample.kv_bytes = done.placement.kv_bytes
         sample.prefill_worker, sample.decode_worker = done.placement.prefill_worker, done.placement.decode_worker
 
     async def close(self) -> None:

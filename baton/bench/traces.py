@@ -84,13 +84,17 @@ class Trace:
         return replace(self, arrivals=tuple(replace(one, at_s=one.at_s / speed) for one in self.arrivals))
 
 
-def read_trace(path: Path, *, scale: float = 1.0, limit: int | None = None) -> Trace:
-    """Read at most `limit` requests, from 0 s on. `scale` divides lengths and blocks. Raises ConfigError."""
+def read_trace(path: Path, *, scale: float = 1.0, limit: int | None = None, every: int = 1) -> Trace:
+    """Read at most `limit` requests, from 0 s on. `scale` divides lengths and blocks. `every` N keeps each N-th
+    conversation. Raises ConfigError.
+    """
     if not 0 < scale < math.inf:
         raise ConfigError(f"scale: must be a number above 0, got {scale:g}")
+    if every < 1:
+        raise ConfigError(f"every: must be a whole number above 0, got {every}")
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            found = list(itertools.islice(_arrivals(path, file), limit))
+            found = list(itertools.islice(_thinned(_arrivals(path, file), every), limit))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--trace: cannot read {path}: {error}") from error
     if not found:
@@ -101,6 +105,21 @@ def read_trace(path: Path, *, scale: float = 1.0, limit: int | None = None) -> T
     found.sort(key=lambda one: one.at_s)
     first = found[0].at_s if timed else math.nan
     return Trace(path, tuple(_scaled(one, scale, one.at_s - first if timed else 0.0) for one in found), timed)
+
+
+def _thinned(found: Iterable[Arrival], every: int) -> Iterator[Arrival]:
+    """Yield each `every`-th conversation as a whole, so that the share of shared prefixes stays. Requests of one
+    conversation have the same two first blocks, because the first one may be a system prompt of all conversations.
+    """
+    numbers: dict[tuple[int, ...], int] = {}
+    count = itertools.count()
+    for one in found:
+        first = one.blocks[:2]
+        number = numbers[first] if first in numbers else next(count)
+        if len(first) == 2:  # a shorter prompt is a conversation of its own
+            numbers[first] = number
+        if number % every == 0:
+            yield one
 
 
 def _scaled(one: Arrival, scale: float, at_s: float) -> Arrival:

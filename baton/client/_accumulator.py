@@ -138,7 +138,8 @@ class Fold:
         if len(message.logprobs) not in {0, len(message.ids)}:
             raise self._broken(f"received {len(message.ids)} tokens with {len(message.logprobs)} logprobs")
         logprobs = tuple(convert.token_logprobs_from_pb(entry) for entry in message.logprobs)
-        delta = Delta(message.choice, start, tuple(message.ids), self._fresh(state, message), logprobs)
+        content = tuple(message.ids), self._fresh(state, message), logprobs
+        delta = Delta(message.choice, start, *content, lengths=tuple(message.lengths))
         again = message.text and not delta.text and not delta.tokens
         if state.finish_reason is not None and not again:
             raise self._broken(f"received tokens of choice {message.choice} after its end")

@@ -52,6 +52,7 @@ class Options(TypedDict, total=False):
     priority: int | None  # (0) -100 to 100; higher runs first
     cache_scope: str | None  # ("") cached prompts are shared only within a scope
     trace: bool | None  # (False) return the spans of all processes that served the request
+    kv_lengths: bool | None  # (False) as `trace`, and spans of workers have the KV length after each step
     resumable_s: float | None  # (30) time for which a stream can be resumed after its router was lost
     client_tag: str | None  # a label for logs
     idempotency_key: str | None
@@ -95,6 +96,7 @@ class Delta:
     text: str
     logprobs: tuple[TokenLogprobs, ...] = ()  # empty, or one per token
     thoughts: tuple[Thought, ...] = ()
+    lengths: tuple[int, ...] = ()  # characters of `text` for each token; empty for one token
 
 
 @dataclass(frozen=True, slots=True)

@@ -282,9 +282,9 @@ class Engine:
         drawn = self._compute(lambda: fixed.compute(windows, requests, self.kv, self._on_layer), sequences, result)
         if drawn is not None:
             fixed.count(windows, result, self.counters)
-            result.add_thoughts(sequences)
             for window, request, draws in zip(windows, requests, drawn, strict=bool(drawn)):
                 self._settle(request, fixed.take(window, request, draws, self.counters), result)
+            result.add_thoughts(sequences)
 
     def _compute(self, compute: Callable[[], _Result], sequences: list[Sequence], result: StepResult) -> _Result | None:
         """Return the result of a forward, or None if it failed. Its requests then fail, but no others."""

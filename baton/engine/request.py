@@ -15,7 +15,7 @@ from baton.engine.sampling.output import OutputFactory, OutputState
 from baton.engine.sampling.prompt_logprobs import PromptScores
 from baton.engine.sequence import Sequence, SequencePolicy
 from baton.engine.states import States
-from baton.engine.step_result import SequenceOutput
+from baton.engine.step_result import KvLengths, SequenceOutput
 from baton.engine.thinking import Thoughts
 from baton.errors import InvalidRequest
 
@@ -107,6 +107,8 @@ class RequestFactory:
         if (choice := self.choices.start(spec)).finish is not None:
             return SequenceOutput(key, [], choice.finish)
         self.arrivals += 1
+        if spec.kv_lengths:
+            sequence.policies = (*sequence.policies, KvLengths())
         sequence.arrival, sequence.priority = self.arrivals, spec.priority
         if self.prefix_cache:
             scope = scope_key(self.backend.fingerprint, spec.cache_scope, spec.deterministic)

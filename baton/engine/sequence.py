@@ -67,6 +67,9 @@ class SequencePolicy:
     def published(self, hashes: ListOf[bytes], first: int, block_size: int) -> None:
         """Record that the blocks from number `first` on are cached under `hashes`."""
 
+    def stepped(self, sequence: Sequence) -> None:
+        """Record the end of a step that computed tokens of `sequence`."""
+
     def new_thoughts(self) -> list[Thought]:
         """Return thoughts that were not returned before."""
         return []

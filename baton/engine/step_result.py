@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from baton.core import Finish, HandoffId, PromptPart, Thought, Token
 from baton.engine.determinism.planner import Verifying
-from baton.engine.sequence import ScheduledSequence, Sequence
+from baton.engine.sequence import ScheduledSequence, Sequence, SequencePolicy
 from baton.errors import EngineFault
 
 
@@ -19,6 +19,30 @@ class SequenceOutput:
     tokens: list[Token]
     finish: Finish | None
     cached_tokens: int = 0
+
+
+class KvLengths(SequencePolicy):
+    """The KV lengths of a sequence after its steps, in runs that grow by 1. A verify pass that changes nothing
+    adds none.
+    """
+
+    __slots__ = ("_runs",)
+
+    def __init__(self) -> None:
+        self._runs: list[list[int]] = []  # first and last length of each
+
+    def stepped(self, sequence: Sequence) -> None:
+        """Record the number of positions that have KV in the sequence's blocks."""
+        length = sequence.computed
+        last = self._runs[-1] if self._runs else None
+        if last is None or length not in {last[1], last[1] + 1}:
+            self._runs.append([length, length])
+        elif length > last[1]:
+            last[1] = length
+
+    def __str__(self) -> str:
+        """Return the text of spans, such as `4` or `256 512 600-640`."""
+        return " ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in self._runs)
 
 
 @dataclass(slots=True)
@@ -35,6 +59,7 @@ class StepResult:
     context: int = 0  # sum of the positions that these tokens attended to
     prefill_context: int = 0
     verifying: list[tuple[HandoffId, Verifying]] = field(default_factory=list)  # live totals of the pass's sequences
+    kv_lengths: list[tuple[HandoffId, KvLengths]] = field(default_factory=list)  # live, of the sequences that have them
     under_way: bool = False  # another step has been launched; its tokens come with the next result
 
     @property
@@ -50,6 +75,9 @@ class StepResult:
     def add_thoughts(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
             for policy in sequence.policies:
+                policy.stepped(sequence)
+                if isinstance(policy, KvLengths):
+                    self.kv_lengths.append((sequence.key, policy))
                 if thoughts := policy.new_thoughts():
                     self.thoughts.append((sequence.key, thoughts))
                 self.prompts += [(sequence.key, part) for part in policy.new_prompt_parts()]

@@ -148,6 +148,7 @@ def spec_to_pb(value: SequenceSpec) -> worker.SequenceSpec:
         deterministic=value.deterministic,
         think_while_decoding=value.think_while_decoding,
         prompt_logprobs=value.prompt_logprobs,
+        kv_lengths=value.kv_lengths,
     )
 
 
@@ -162,7 +163,7 @@ def spec_from_pb(message: worker.SequenceSpec) -> SequenceSpec:
     prompt, known = tuple(message.prompt), tuple(message.known)
     constraint = constraint_from_pb(message.constraint) if message.HasField("constraint") else None
     rest = (message.priority, message.cache_scope, constraint, message.deterministic, message.think_while_decoding)
-    return SequenceSpec(prompt, sampling, known, *rest, asked_prompt_logprobs(message))
+    return SequenceSpec(prompt, sampling, known, *rest, asked_prompt_logprobs(message), message.kv_lengths)
 
 
 def asked_prompt_logprobs(message: worker.SequenceSpec | inference.GenerateRequest) -> int | None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from baton.clock import Clock
 from baton.core import HandoffId
 from baton.engine.determinism.planner import Verifying
-from baton.engine.step_result import Counters, StepResult
+from baton.engine.sequence import Sequence as EngineSequence
+from baton.engine.step_result import Counters, KvLengths, StepResult
 from baton.rpc.v1 import common_pb2
 from kvtransfer.handoff import CommitState
 
@@ -26,6 +27,10 @@ def span(name: str, begin: float, end: float, clock: Clock, **figures: object) -
     )
 
 
+def _listed(lengths: KvLengths | None) -> dict[str, str]:
+    return {} if lengths is None else {"kv_lengths": str(lengths)}
+
+
 class PrefillTimes:
     """Times of one handoff at a prefill worker, in monotonic seconds. Each span is returned once."""
 
@@ -34,11 +39,13 @@ class PrefillTimes:
         self._since = clock.monotonic()  # accepted; later, start of its first step
         self._leaves: float | None = None  # when its KV could first be sent
         self._chunks = 0
+        self._kv_lengths: KvLengths | None = None
         self._spans: list[common_pb2.Span] = []
 
-    def in_step(self, began: float, *, streams: bool) -> None:
-        """Record a step that began at `began`; its first layer is computed."""
+    def in_step(self, began: float, sequence: EngineSequence, *, streams: bool) -> None:
+        """Record a step of `sequence` that began at `began`; its first layer is computed."""
         if not self._chunks:
+            self._kv_lengths = sequence.policy(KvLengths)
             self._spans.append(span("wait", self._since, began, self._clock))
             self._since = began
             self._leaves = self._clock.monotonic() if streams else None
@@ -47,7 +54,8 @@ class PrefillTimes:
     def computed(self, tokens: int, cached: int) -> None:
         """Record that the first new token is there. `cached` of the `tokens` known ones were in the cache."""
         now, figures = self._clock.monotonic(), {"tokens": tokens - cached, "cached_tokens": cached}
-        self._spans.append(span("compute", self._since, now, self._clock, **figures, chunks=self._chunks))
+        listed = _listed(self._kv_lengths)
+        self._spans.append(span("compute", self._since, now, self._clock, **figures, chunks=self._chunks, **listed))
         self._leaves = now if self._leaves is None else self._leaves
 
     def repushed(self) -> None:
@@ -72,6 +80,7 @@ class _Decoding:
     first: int
     alone: bool
     verifying: Verifying | None = None
+    kv_lengths: KvLengths | None = None
 
 
 class DecodeTimes:
@@ -86,8 +95,11 @@ class DecodeTimes:
         now, step = self._clock.monotonic(), self._counters.steps
         self._decoding[handoff] = _Decoding(now, step, tokens, len(tokens), alone)
 
-    def verified(self, result: StepResult) -> None:
-        """Record the verify pass of a step."""
+    def stepped(self, result: StepResult) -> None:
+        """Record the verify pass of a step, and the KV lengths of sequences that have them."""
+        for key, lengths in result.kv_lengths:
+            if (one := self._decoding.get(key)) is not None:
+                one.kv_lengths = lengths
         for key, verifying in result.verifying:
             if (one := self._decoding.get(key)) is not None:
                 one.verifying = verifying
@@ -104,7 +116,7 @@ class DecodeTimes:
         figures = {"tokens": len(one.tokens) - one.first, "steps": self._counters.steps - one.step}
         if one.alone:
             figures["prompt_tokens"] = one.first
-        spans = [span("decode", one.began, now, self._clock, **figures)]
+        spans = [span("decode", one.began, now, self._clock, **figures, **_listed(one.kv_lengths))]
         if (verified := one.verifying) is not None:
             passes = {"passes": verified.passes, "rollbacks": verified.rollbacks}
             spans.append(span("verify", now - verified.seconds, now, self._clock, **passes))

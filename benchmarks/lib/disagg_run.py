@@ -102,7 +102,7 @@ def bind(state: ClusterState) -> None:
 def closed(target: Target, prompt_tokens: int, max_tokens: int, requests: int, seed: int = 0) -> dict[str, Any]:
     """Return the raw report of sequential requests. Prompts of another `seed` are not cached."""
     lengths = ["--prompt-tokens", str(prompt_tokens), "--max-tokens", str(max_tokens), "--seed", str(seed)]
-    return _bench(target, ["--concurrency", "1", "--requests", str(requests), *lengths])
+    return bench(target, ["--concurrency", "1", "--requests", str(requests), *lengths])
 
 
 def loaded(target: Target, side: Side, rate: float, seconds: float, number: int, tried: int = 0) -> Phase:
@@ -114,7 +114,7 @@ def loaded(target: Target, side: Side, rate: float, seconds: float, number: int,
         trace = Path(folder) / "trace.jsonl"
         write_trace(trace, rate, seconds, number, target.kinds)
         options = ["--arrivals", "trace", "--seed", str(seed), "--max-in-flight", "4096"]
-        report = _bench(target, ["--trace", str(trace), *options])
+        report = bench(target, ["--trace", str(trace), *options])
     return phase_of(report, side.name, rate, number, seconds)
 
 
@@ -159,7 +159,7 @@ def profiled(target: Target, out: Path, seconds: float) -> Path:
     return out
 
 
-def _bench(target: Target, options: list[str]) -> dict[str, Any]:
+def bench(target: Target, options: list[str]) -> dict[str, Any]:
     """Run `baton bench` in a separate process."""
     with tempfile.TemporaryDirectory(prefix="baton-disagg-") as folder:
         out = Path(folder) / "report.json"

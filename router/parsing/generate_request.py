@@ -120,7 +120,7 @@ class RequestParser:
             resumable_s=request.resumable_s if request.HasField("resumable_s") else self._resumable_s,
             thinks=tuple(field for field, value in thinking_fields if value),
             spell=self.tokenizer.decode if request.thoughts else None,
-            wants_spans=request.trace,
+            wants_spans=request.trace or request.kv_lengths,
             defaults=_left_out(self.defaults, request.sampling),
             exact=message.exact,
             in_reasoning=in_reasoning,
@@ -162,7 +162,7 @@ class RequestParser:
         thinks = self._thinks_by_default and not message.deterministic
         if message.HasField("think_while_decoding"):
             thinks = message.think_while_decoding
-        rest = constraint, message.deterministic, thinks, convert.asked_prompt_logprobs(message)
+        rest = constraint, message.deterministic, thinks, convert.asked_prompt_logprobs(message), message.kv_lengths
         return SequenceSpec(prompt, sampling, (), message.priority, message.cache_scope, *rest), in_reasoning
 
     async def _check(self, constraint: Constraint | None) -> None:

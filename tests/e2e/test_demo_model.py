@@ -58,6 +58,19 @@ def test_the_seed_prompts(cluster, engine, prompt):
     assert answer.placement.kv_bytes > 0
 
 
+def test_kv_grows_by_a_position_at_each_step(cluster):
+    """Prefill computes 4 positions. The end token, which the third decode step samples, is never fed back."""
+    options = ("--name", cluster.name, "--temperature", 0, "--show", "kv")
+    shown = cluster.home.baton("generate", "The color of dog", *options, check=True).stdout.splitlines()
+    assert shown == [
+        " can vary widely",
+        "kv        4 on prefill-0: token 290 ' can'",
+        "kv        5 on decode-0: token 296 ' vary'",
+        "kv        6 on decode-0: token 297 ' widely'",
+        "kv        7 on decode-0: end, eos",
+    ]
+
+
 def test_a_conversation_is_answered_in_the_shape_that_is_asked_for(cluster, engine):
     """Chat template and constraints give the same result as in one process."""
     shape = {"type": "object", "properties": {"city": {"enum": ["Rome", "Paris"]}, "sea": {"type": "boolean"}}}

@@ -54,6 +54,7 @@ def bench(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     max_tokens: Annotated[str | None, typer.Option(help="new tokens of each request, as above (default: 64)")] = None,
     trace: Annotated[Path | None, typer.Option(help=TRACES)] = None,
     scale: Annotated[float, typer.Option(help="divisor of all lengths of the trace")] = 1.0,
+    every: Annotated[int, typer.Option(min=1, help="replay each so many-th conversation of the trace")] = 1,
     speed: Annotated[float, typer.Option(help="factor by which the trace is replayed faster")] = 1.0,
     clip: Annotated[bool, typer.Option("--clip", help="cut prompts that are too long for the model")] = False,
     deterministic_share: Annotated[float, typer.Option(min=0, max=1, help="share of deterministic requests")] = 0.0,
@@ -84,13 +85,12 @@ def bench(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     from baton.bench.sample import Goals
     from baton.cli.target import Router
 
-    plan = BenchPlan(trace=trace, scale=scale, speed=speed, clip=clip, vocab_size=vocab_size, seed=seed, warmup=warmup)
-    plan = replace(plan, concurrency=concurrency, rate=rate, arrivals=arrivals, max_in_flight=max_in_flight)
-    plan = replace(plan, requests=requests, duration=duration, deterministic_share=deterministic_share, model=model)
-    plan = replace(plan, prompt_tokens=prompt_tokens, max_tokens=max_tokens, temperature=temperature)
-    plan = replace(plan, ignore_eos=ignore_eos, api="grpc" if http is None else "http")
+    plan = BenchPlan(trace=trace, scale=scale, every=every, speed=speed, clip=clip, vocab_size=vocab_size, seed=seed)
+    plan = replace(plan, concurrency=concurrency, rate=rate, arrivals=arrivals, requests=requests, duration=duration)
+    plan = replace(plan, max_in_flight=max_in_flight, warmup=warmup, prompt_tokens=prompt_tokens, ignore_eos=ignore_eos)
+    plan = replace(plan, max_tokens=max_tokens, deterministic_share=deterministic_share, temperature=temperature)
     goals = Goals(ttft_ms, itl_ms, gap_ms, gap_percentile, e2e_ms)
-    _run(plan, goals, Router(name, target, timeout, token, tls), http, as_json, out, plot)
+    _run(replace(plan, model=model), goals, Router(name, target, timeout, token, tls), http, as_json, out, plot)
 
 
 @bench_app.command("compare")
@@ -105,6 +105,7 @@ def _run(
     plan: BenchPlan, goals: Goals, router: Router, url: str | None, as_json: bool, out: Path | None, plot: Path | None
 ) -> None:
     _check_files(out, plot)
+    plan = replace(plan, api="grpc" if url is None else "http")
     from baton.bench.output import Output, run_bench
     from baton.bench.requests import Load
     from baton.bench.targets import GrpcServer, HttpServer, Server

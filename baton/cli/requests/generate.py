@@ -14,12 +14,13 @@ import typer
 from baton.cli import options
 from baton.cli.inspect.trace import plain as plain_spans
 from baton.cli.inspect.trace import write
+from baton.cli.requests.kv import kv_steps, show_kv, texts_of
 from baton.errors import EngineFault, InvalidRequest
 
 if TYPE_CHECKING:
     from baton.client import Client, Completion, Delta, Options
 
-SHOWN = ("timings", "tokens", "thoughts")
+SHOWN = ("timings", "tokens", "thoughts", "kv")
 STAGES = ("queue", "route", "reserve", "prefill", "transfer", "commit", "decode", "verify")
 THINK = "--think-while-decoding/--no-think-while-decoding"
 Think = Annotated[
@@ -45,7 +46,7 @@ def generate(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     think_while_decoding: Think = None,
     model: options.ModelName = "",
     show: Annotated[
-        str, typer.Option(help="facts to print after the answer, separated by commas: timings, tokens, thoughts")
+        str, typer.Option(help="facts to print after the answer, separated by commas: timings, tokens, thoughts, kv")
     ] = "",
     trace: Annotated[Path | None, typer.Option(help="write the request's trace to this file, for Perfetto")] = None,
     timeout: options.Timeout = 120.0,
@@ -82,12 +83,13 @@ def stream_answer(
     # As in an argument: invalid UTF-8 is rejected later with a named error, without a traceback here.
     text = sys.stdin.buffer.read().decode(errors="surrogateescape") if prompt == "-" else prompt
     streamed = not as_json and request.get("n") in {None, 1}  # several answers are printed at the end
-    if "thoughts" in shown:
-        request = {**request, "thoughts": True}
+    request = {**request, **facts(shown)}
     if trace is not None:
         request = {**request, "trace": True}
+    texts = dict[tuple[int, int], str]()
     with client, client.stream(text, **request) as stream:
         for delta in stream:
+            texts.update(texts_of(delta))
             if delta.thoughts and not as_json:
                 print_thoughts(delta, stream.text if streamed else "")
             elif streamed:
@@ -97,11 +99,24 @@ def stream_answer(
     if trace is not None:
         write(trace, completion.trace, completion.request_id, completion.trace_id)
     if as_json:
-        typer.echo(json.dumps(plain(completion)))
+        steps = {"kv": list(map(dataclasses.asdict, kv_steps(completion)))} if "kv" in shown else {}
+        typer.echo(json.dumps(plain(completion) | steps))
         return
     numbered = (f"--- {number}\n{choice.text}" for number, choice in enumerate(completion.choices))
     typer.echo("" if streamed else "\n".join(numbered))
     describe(completion, shown)
+    if "kv" in shown:
+        show_kv(completion, texts)
+
+
+def facts(shown: Collection[str]) -> Options:
+    """Return the request fields for these names of `--show`."""
+    found: Options = {}
+    if "thoughts" in shown:
+        found["thoughts"] = True
+    if "kv" in shown:
+        found["kv_lengths"] = True
+    return found
 
 
 def plain(completion: Completion) -> dict[str, object]:

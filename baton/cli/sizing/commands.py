@@ -49,6 +49,7 @@ def plan(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     max_tokens: Annotated[str | None, typer.Option(help="new tokens, in the same form (default: 64)")] = None,
     trace: Annotated[Path | None, typer.Option(help="a file of requests: Mooncake's, Azure's, or JSON lines")] = None,
     scale: Annotated[float, typer.Option(help="divide the lengths of the trace by this")] = 1.0,
+    every: Annotated[int, typer.Option(min=1, help="take each so many-th conversation of the trace")] = 1,
     arrivals: Annotated[str, typer.Option(help="poisson, constant or gamma:CV")] = "poisson",
     requests: Annotated[int, typer.Option(min=1, help="minimum requests of a simulation")] = 1000,
     ttft_ms: Annotated[float | None, typer.Option(help="goal for TTFT (default: the file's, or 1000)")] = None,
@@ -70,7 +71,7 @@ def plan(  # noqa: PLR0913, PLR0917 (each is an option of the command)
 
     options = PlanOptions(
         profile=profile, rate=rate, prompt_tokens=prompt_tokens, max_tokens=max_tokens, trace=trace, scale=scale,
-        times=arrivals, requests=requests, ttft_ms=ttft_ms, itl_ms=itl_ms, attainment=attainment, gpus=gpus_at_most,
-        what_if=what_if, seed=seed, config=config, sets=tuple(sets or ()),
+        every=every, times=arrivals, requests=requests, ttft_ms=ttft_ms, itl_ms=itl_ms, attainment=attainment,
+        gpus=gpus_at_most, what_if=what_if, seed=seed, config=config, sets=tuple(sets or ()),
     )  # fmt: skip
     print_plan(options, as_json=as_json)

@@ -44,6 +44,7 @@ class PlanOptions:
     max_tokens: str | None
     trace: Path | None
     scale: float
+    every: int
     times: str
     requests: int
     ttft_ms: float | None
@@ -115,7 +116,9 @@ def _what_if(options: PlanOptions, site: Site, workload: Workload, rate: float, 
 def _workload(options: PlanOptions) -> Workload:
     if options.trace is None and options.scale != 1:
         raise ConfigError(f"--scale: must be left out without a trace, whose lengths it divides, got {options.scale:g}")
-    trace = read_trace(options.trace, scale=options.scale) if options.trace else None
+    if options.trace is None and options.every != 1:
+        raise ConfigError(f"--every: must be left out without a trace, got {options.every}")
+    trace = read_trace(options.trace, scale=options.scale, every=options.every) if options.trace else None
     if trace is not None and any(isinstance(one.prompt, str) for one in trace.arrivals):
         allowed = "prompt_tokens or token ids in all requests, because the tokenizer is unknown"
         raise ConfigError(f"--trace: must have {allowed}, got text in {options.trace}")

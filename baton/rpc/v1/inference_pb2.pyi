@@ -252,6 +252,7 @@ class GenerateRequest(_message.Message):
     THINK_WHILE_DECODING_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    KV_LENGTHS_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """"" : the served model"""
@@ -286,6 +287,10 @@ class GenerateRequest(_message.Message):
     """Unset: none. 0 selects the log-probability of each prompt token, k also the k most likely tokens. The whole prompt
     is computed, without cached prefixes. Rejected if the model thinks.
     """
+    kv_lengths: _builtins.bool
+    """(false) As `trace`. In addition, the spans `compute` and `decode` have the attribute `kv_lengths`: the positions in
+    the worker's KV cache after each step of the request, such as "4" or "256 512 600-640", where 600-640 is 41 steps.
+    """
     add_special_tokens: _builtins.bool
     """(true for a text, false for a chat) begin with the model's special tokens"""
     @_builtins.property
@@ -317,11 +322,12 @@ class GenerateRequest(_message.Message):
         think_while_decoding: _builtins.bool | None = ...,
         trace: _builtins.bool | None = ...,
         prompt_logprobs: _builtins.int | None = ...,
+        kv_lengths: _builtins.bool | None = ...,
         add_special_tokens: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_cache_scope", b"_cache_scope", "_deterministic", b"_deterministic", "_idempotency_key", b"_idempotency_key", "_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_resumable_s", b"_resumable_s", "_think_while_decoding", b"_think_while_decoding", "_thoughts", b"_thoughts", "_trace", b"_trace", "add_special_tokens", b"add_special_tokens", "cache_scope", b"cache_scope", "chat", b"chat", "constraint", b"constraint", "deterministic", b"deterministic", "idempotency_key", b"idempotency_key", "logprobs", b"logprobs", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "resumable_s", b"resumable_s", "sampling", b"sampling", "text", b"text", "think_while_decoding", b"think_while_decoding", "thoughts", b"thoughts", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_cache_scope", b"_cache_scope", "_deterministic", b"_deterministic", "_idempotency_key", b"_idempotency_key", "_kv_lengths", b"_kv_lengths", "_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_resumable_s", b"_resumable_s", "_think_while_decoding", b"_think_while_decoding", "_thoughts", b"_thoughts", "_trace", b"_trace", "add_special_tokens", b"add_special_tokens", "cache_scope", b"cache_scope", "chat", b"chat", "constraint", b"constraint", "deterministic", b"deterministic", "idempotency_key", b"idempotency_key", "kv_lengths", b"kv_lengths", "logprobs", b"logprobs", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "resumable_s", b"resumable_s", "sampling", b"sampling", "text", b"text", "think_while_decoding", b"think_while_decoding", "thoughts", b"thoughts", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_cache_scope", b"_cache_scope", "_deterministic", b"_deterministic", "_idempotency_key", b"_idempotency_key", "_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_resumable_s", b"_resumable_s", "_think_while_decoding", b"_think_while_decoding", "_thoughts", b"_thoughts", "_trace", b"_trace", "add_special_tokens", b"add_special_tokens", "cache_scope", b"cache_scope", "chat", b"chat", "client_tag", b"client_tag", "constraint", b"constraint", "deterministic", b"deterministic", "idempotency_key", b"idempotency_key", "logprobs", b"logprobs", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "resumable_s", b"resumable_s", "sampling", b"sampling", "text", b"text", "think_while_decoding", b"think_while_decoding", "thoughts", b"thoughts", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_cache_scope", b"_cache_scope", "_deterministic", b"_deterministic", "_idempotency_key", b"_idempotency_key", "_kv_lengths", b"_kv_lengths", "_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_resumable_s", b"_resumable_s", "_think_while_decoding", b"_think_while_decoding", "_thoughts", b"_thoughts", "_trace", b"_trace", "add_special_tokens", b"add_special_tokens", "cache_scope", b"cache_scope", "chat", b"chat", "client_tag", b"client_tag", "constraint", b"constraint", "deterministic", b"deterministic", "idempotency_key", b"idempotency_key", "kv_lengths", b"kv_lengths", "logprobs", b"logprobs", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "resumable_s", b"resumable_s", "sampling", b"sampling", "text", b"text", "think_while_decoding", b"think_while_decoding", "thoughts", b"thoughts", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
@@ -331,6 +337,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__deterministic: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic"]  # noqa: Y015
     _WhichOneofReturnType__idempotency_key: _TypeAlias = _typing.Literal["idempotency_key"]  # noqa: Y015
     _WhichOneofArgType__idempotency_key: _TypeAlias = _typing.Literal["_idempotency_key", b"_idempotency_key"]  # noqa: Y015
+    _WhichOneofReturnType__kv_lengths: _TypeAlias = _typing.Literal["kv_lengths"]  # noqa: Y015
+    _WhichOneofArgType__kv_lengths: _TypeAlias = _typing.Literal["_kv_lengths", b"_kv_lengths"]  # noqa: Y015
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
@@ -357,6 +365,8 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__deterministic) -> _WhichOneofReturnType__deterministic | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__idempotency_key) -> _WhichOneofReturnType__idempotency_key | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kv_lengths) -> _WhichOneofReturnType__kv_lengths | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
     @_typing.overload

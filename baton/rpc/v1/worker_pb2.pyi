@@ -236,6 +236,7 @@ class SequenceSpec(_message.Message):
     DETERMINISTIC_FIELD_NUMBER: _builtins.int
     THINK_WHILE_DECODING_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    KV_LENGTHS_FIELD_NUMBER: _builtins.int
     logprobs: _builtins.int
     priority: _builtins.int
     """-100 to 100, higher first, as in GenerateRequest"""
@@ -247,6 +248,8 @@ class SequenceSpec(_message.Message):
     """rejected by a worker whose model does not think"""
     prompt_logprobs: _builtins.int
     """as in GenerateRequest; ignored in a commit"""
+    kv_lengths: _builtins.bool
+    """as in GenerateRequest"""
     @_builtins.property
     def prompt(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -274,10 +277,11 @@ class SequenceSpec(_message.Message):
         deterministic: _builtins.bool = ...,
         think_while_decoding: _builtins.bool = ...,
         prompt_logprobs: _builtins.int | None = ...,
+        kv_lengths: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "constraint", b"constraint", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "cache_scope", b"cache_scope", "constraint", b"constraint", "deterministic", b"deterministic", "known", b"known", "logprobs", b"logprobs", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "think_while_decoding", b"think_while_decoding"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "cache_scope", b"cache_scope", "constraint", b"constraint", "deterministic", b"deterministic", "known", b"known", "kv_lengths", b"kv_lengths", "logprobs", b"logprobs", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "think_while_decoding", b"think_while_decoding"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

@@ -21,7 +21,7 @@ from tests.support.compiled_kernels import compiled_or_skip
 
 PROGRAMS = sorted((ROOT / "benchmarks").glob("*.py"))
 PAGES = "determinism disaggregation engine experts local-prefill overload quantized router simulator".split()
-PAGES += ["thinking", "transfer"]
+PAGES += ["thinking", "traces", "transfer"]
 PAGE_OF = {name: name for name in PAGES} | dict.fromkeys(("disaggregation-1b", "disaggregation-vllm"), "disaggregation")
 PAGE_OF |= dict.fromkeys(("soak-soak", "soak-control"), "faults") | {
     "kv_int8": "kv_int8",
@@ -67,6 +67,7 @@ RUNS: dict[str, tuple[tuple[str, ...], int]] = {  # options, and how many ratios
     "determinism": ((*TINY, "--requests", "16", "--answer", "8"), 3),
     "engine": (("--quick", *TINY, "--threads", "1", "--sizes", "L", "--points", "P512,B1@128", "--peers", "none"), 2),
     "sampling": (("--quick", "--rounds", "1"), 8),
+    "traces": (("--tiny",), 20),
     "transfer": (("--quick", "--tiny", "--rounds", "2", "--sizes", "1,64", "--prompts", "512,2048"), 5),
 }
 FOLDERS = {

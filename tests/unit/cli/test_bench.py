@@ -131,6 +131,7 @@ def test_which_token_ids_are_drawn():
         ({"arrivals": "poisson"}, "--arrivals poisson: needs --rate"),
         ({"speed": 2}, "--speed: needs --arrivals trace"),
         ({"scale": 2}, "--scale: needs --trace"),
+        ({"every": 2}, "--every: needs --trace"),
         ({"rate": 0}, "rate: must be requests per second, a number above 0, got 0"),
         ({"prompt_tokens": "many"}, "prompt_tokens: must be N, fixed:N"),
     ],
@@ -194,6 +195,10 @@ def test_the_numbers_of_a_run():
     goodput = {"ttft_ms": 250, "itl_ms": 200, "requests_per_s": 1.0, "share": 0.5}
     assert found["goodput"] == goodput | {"attained": {"ttft_ms": 0.5, "itl_ms": 0.5}}
     assert found["plan"] == {"seed": 3}
+    assert "prefix cache" not in table(found)
+    hits = [Sample(start=1.0, end=2.0, times=[1.5], prompt_tokens=8, tokens=1, cached_tokens=6, kv_bytes=2_500_000)]
+    shown = table(report([*SAMPLES, *hits], Goals(), {}, OWN))
+    assert "18.8% of prompt tokens from a prefix cache, 2.50 MB of KV moved" in shown
     assert "3 requests completed, 1 failed" in table(found)
     assert "1 WorkerLost" in table(found)
     empty = report(SAMPLES[3:], Goals(), {}, OWN)

@@ -15,7 +15,7 @@ from baton.cli.requests import generate as command
 from baton.cli.requests.generate import latency, parse_show, placed, stream_answer
 from baton.client._accumulator import Fold
 from baton.cluster.state_dir import ClusterState, ProcessId, StateFolder
-from baton.errors import InvalidRequest, NoWorker
+from baton.errors import EngineFault, InvalidRequest, NoWorker
 from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import inference_pb2 as inference
 
@@ -120,6 +120,39 @@ def test_thoughts_are_in_the_json(capsys):
         {"chunk": 1, "token_ids": [], "text": ""},
     ]
     assert (usage["thinking_tokens"], err) == (2, "")
+
+
+def kv_stream(lengths: str) -> Thinking:
+    spans = [
+        common.Span(name="compute", process="p-0", attributes={"kv_lengths": "2 4"}, attempt=1),
+        common.Span(name="decode", process="d-0", attributes={"kv_lengths": lengths}, attempt=1),
+        common.Span(name="push", process="p-0"),
+    ]
+    both = inference.Tokens(ids=[8, 9], text=" vary widely", lengths=[5, 7])
+    setattr(both, "from", 1)  # a keyword in Python
+    usage = inference.Usage(prompt_tokens=4)
+    end = ended(common.FINISH_REASON_EOS, usage=usage, spans=spans)
+    return Thinking(Event(tokens=inference.Tokens(ids=[7], text=" can")), Event(tokens=both), *end)
+
+
+def test_kv_lengths_are_those_of_the_workers(capsys):
+    stream = kv_stream("5-7")
+    stream_answer(stream, "x", {}, {"kv"}, as_json=False)  # type: ignore[arg-type]
+    assert stream.asked == {"kv_lengths": True}
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "kv        2 on p-0: a part of the prompt",
+        "kv        4 on p-0: token 7 ' can'",
+        "kv        5 on d-0: token 8 ' vary'",
+        "kv        6 on d-0: token 9 ' widely'",
+        "kv        7 on d-0: end, eos",
+    ]
+    stream_answer(kv_stream("5-7"), "x", {}, {"kv"}, as_json=True)  # type: ignore[arg-type]
+    steps = json.loads(capsys.readouterr().out)["kv"]
+    assert [(step["worker"], step["length"]) for step in steps] == [("p-0", 2), ("p-0", 4)] + [
+        ("d-0", length) for length in (5, 6, 7)
+    ]
+    with pytest.raises(EngineFault, match="kv_lengths: must be numbers and ranges of them, got '5-x'"):
+        stream_answer(kv_stream("5-x"), "x", {}, {"kv"}, as_json=False)  # type: ignore[arg-type]
 
 
 def test_thinking_while_decoding_is_an_option(monkeypatch):

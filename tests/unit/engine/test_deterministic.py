@@ -93,6 +93,24 @@ def test_a_mismatch_at_each_index_of_the_window_is_one_rollback(at):
     assert struck == (at != 7)
 
 
+@pytest.mark.parametrize(
+    ("deterministic", "wrong", "lengths"),
+    [
+        (False, (), "10 15-18"),  # a prompt in two chunks, and three steps
+        (True, (), "15-23"),  # the prompt is one grid chunk; candidates first, and then the verify pass
+        (True, (18,), "15-22 18-23"),  # the verify pass removes the KV behind the wrong token
+    ],
+)
+def test_kv_lengths_after_each_step(deterministic, wrong, lengths):
+    engine, found = engine_of(Tampered(wrong), max_batched_tokens=512 if deterministic else 10), dict[Any, Any]()
+    asked = spec_of("x" * 15, max_tokens=9 if deterministic else 4, kv_lengths=True, deterministic=deterministic)
+    engine.submit(key_of(), asked)
+    engine.submit(key_of("other"), replace(asked, kv_lengths=False))
+    while engine.has_work():
+        found.update(engine.step().kv_lengths)
+    assert {key: str(kv) for key, kv in found.items()} == {key_of(): lengths}
+
+
 def test_what_is_right_costs_no_rollback_and_one_pass_for_each_w_tokens():
     engine = engine_of(Tampered())
     answers(engine, [spec_of(max_tokens=1 + 8 * 5)])

@@ -135,6 +135,7 @@ def test_a_trace_gives_the_rate_and_lengths(fake, file, tmp_path):
         (("--rate", "1", "--what-if", "prefill=1,tp=3"), "tensor_parallel: profile easy has 1, got 3"),
         (("--rate", "1", "--set", "decode.replicas=2"), "--set: must be left out .* got 'decode.replicas=2'"),
         (("--rate", "1", "--scale", "2"), "--scale: must be left out without a trace, .* got 2"),
+        (("--rate", "1", "--every", "2"), "--every: must be left out without a trace, got 2"),
         (("--rate", "1", "--trace", "/nowhere"), "--trace: cannot read /nowhere"),
         (("--trace", "TIMED", "--arrivals", "never"), "arrivals: must be poisson, .* got 'never'"),
         (("--trace", "TIMED", "--arrivals", "constant"), "--arrivals: must be left out with a trace that has times"),

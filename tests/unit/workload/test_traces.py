@@ -59,6 +59,16 @@ def test_lengths_and_blocks_shrink_together_and_times_are_faster(file: Path):
     assert [one.at_s for one in read_trace(file, limit=3).faster(2).arrivals] == [0.0, 0.5, 2.0]
 
 
+def test_conversations_are_left_out_as_a_whole(file: Path):
+    rows = [[0, 1], [0, 2, 3], [0], [0, 1, 4], [0, 5], [0], [0, 2]]
+    file.write_text("".join(MOONCAKE % (at, 2000, 1, blocks) for at, blocks in enumerate(rows)))
+    kept = [list(one.blocks) for one in read_trace(file, every=2).arrivals]
+    assert kept == [[0, 1], [0], [0, 1, 4], [0]], "conversations 0, 2 and 4: short prompts are their own"
+    assert len(read_trace(file, every=2, limit=3).arrivals) == 3
+    with pytest.raises(ConfigError, match="every: must be a whole number above 0, got 0"):
+        read_trace(file, every=0)
+
+
 AZURE_TIME = f"{AZURE}2023-11-16 18:15:46"
 BOUNDLESS = {
     "digits of a table": (f"{AZURE_TIME},3,{NINES}\n", r":2: GeneratedTokens: .* got '9+\.\.\."),
