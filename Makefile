@@ -102,7 +102,7 @@ check: $(SETUP)  ## format, lint, types, layers, budgets, fresh stubs, unit test
 	@$(MAKE) --no-print-directory -j 2 types fast
 
 fast: $(SETUP)
-	@$(PYTEST) $(PARALLEL) -m "not chaos and not serial and not slow" tests/unit tests/guards
+	@$(PYTEST) $(PARALLEL) -m "not chaos and not serial and not slow" --sample tests/unit tests/guards
 
 regenerate: $(SETUP)
 	@if $(MAKE) --no-print-directory $(PROTO_SETUP); then .venv-proto/bin/python tools/gen_proto.py --diff; \
@@ -118,7 +118,7 @@ test: regenerate  ## everything that needs no GPU (13 minutes after check on 2 c
 without-kernels: $(SETUP)  ## suites that depend on the kernels, as on a processor without AVX2
 	@BATON_CPU_LEVEL=none $(PYTEST) $(PARALLEL) -m "not chaos and not serial" --sample $(KERNEL_SUITES)
 
-chaos: $(SETUP)  ## the whole fault matrices, all cases of which `make test` runs a share
+chaos: $(SETUP)  ## whole matrices, of which `make check` and `make test` run a share, and long faults
 	@$(PYTEST) -m "chaos or sample" $(NONE_IS_FINE)
 
 soak: $(SETUP)  ## load of all features under 28 kinds of faults, in resumable pieces (SOAK="--of 2 --seed 7 --control"; docs/measurements/faults.md)

@@ -305,7 +305,8 @@ class Attempt:
             raise EngineFault(f"{self._worker(source)} sent an invalid message: {error}") from error
 
     def _on_finish(self, source: Role, finish: Finish) -> None:
-        self.finish, self._decode_ended = finish, source is Role.DECODE
+        unscored = self.retry_reason and self._scores.missing  # P was lost: the next attempt ends the answer
+        self.finish, self._decode_ended = None if unscored else finish, source is Role.DECODE
         if source is Role.PREFILL and not self._from_decode:
             self._stages.ended_at_first_token()
 

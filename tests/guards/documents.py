@@ -113,6 +113,7 @@ def commands(line: str) -> Iterator[list[str]]:
             yield list(dropwhile(BEFORE.fullmatch, filter(None, (word.strip("[]") for word in kept))))
 
 
+@cache
 def _words(line: str) -> list[str]:
     lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True

@@ -16,11 +16,11 @@ from baton import Client
 from baton.cli.inspect.block_census import look
 from baton.cli.target import Admins
 from baton.cluster.state_dir import ClusterState, StateFolder
+from tests.support.compiled_kernels import share_kernels
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
-KERNELS = ROOT / ".pytest_cache" / "kernels"
 HANDED_OVER = "router.local_prefill=never"  # decode workers compute no prompts while prefill workers exist
 FREE_PORTS = tuple(f"router.{listener}=127.0.0.1:0" for listener in ("grpc", "admin", "metrics", "http"))
 
@@ -32,10 +32,8 @@ class Home:
     path: Path
 
     def __post_init__(self) -> None:
-        """Share one kernel folder among all tests, because compilation takes as long as some tests."""
-        if self.path.is_dir() and not (self.path / "kernels").exists():
-            KERNELS.mkdir(parents=True, exist_ok=True)
-            (self.path / "kernels").symlink_to(KERNELS)
+        if self.path.is_dir():
+            share_kernels(self.path)
 
     def _here(self) -> dict[str, Any]:
         env = {**os.environ, "BATON_HOME": str(self.path), "NO_COLOR": "1"}

@@ -1,4 +1,4 @@
-"""`--sample`: `make test` runs a drawn share of large matrices, `make chaos` runs all cases.
+"""`--sample`: `make check` and `make test` run a drawn share of large matrices, `make chaos` runs all cases.
 
 `@pytest.mark.sample(3)` on a parametrized test keeps three of its cases. `@pytest.mark.sample(1, of="a name")` keeps
 one of all tests with that name. In CI the commit decides the draw: a run can be repeated, and the next commit runs

@@ -121,6 +121,7 @@ print("went on")
 """
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("form", ["json", "console", "default"])
 @pytest.mark.parametrize("stderr", ["full disk", "closed pipe", "no stderr"])
 def test_a_line_that_cannot_be_written_is_dropped(stderr, form):

@@ -15,21 +15,16 @@ from baton.engine.kernels.cpu.compiler import load_library
 from baton.engine.kernels.cpu.kernel_choice import load_profile
 from baton.engine.kernels.cpu.tuning import measure_attention, measure_linear
 from baton.errors import ConfigError
-from baton.home import baton_home
 from baton.worker.engine_factory import settled
 from baton.worker.settings import from_config
-from tests.support.compiled_kernels import compiled_or_skip
+from tests.support.compiled_kernels import compiled_or_skip, share_kernels
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 
 
 @pytest.fixture
 def cluster_file(tmp_path, monkeypatch):
-    home, compiled = tmp_path / "home", baton_home() / "kernels"
-    home.mkdir()
-    compiled.mkdir(parents=True, exist_ok=True)
-    (home / "kernels").symlink_to(compiled)  # compiled once for all tests
-    monkeypatch.setenv("BATON_HOME", str(home))
+    monkeypatch.setenv("BATON_HOME", str(share_kernels(tmp_path / "home")))
     monkeypatch.setattr(command, "measure_linear", partial(measure_linear, rows=(1, 8)))
     monkeypatch.setattr(command, "measure_attention", partial(measure_attention, context=40))
     monkeypatch.setattr(command, "configure_logging", lambda *_: None)  # would change other tests' logs

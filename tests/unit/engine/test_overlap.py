@@ -71,6 +71,7 @@ def assert_balanced(engine):
     assert engine.pool.counts().owned == len(held)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("number", range(8))
 def test_random_schedules_give_the_streams_of_an_engine_without_overlap(either, number):
     rng = random.Random(number)

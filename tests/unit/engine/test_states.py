@@ -68,6 +68,7 @@ def answers(backend):
     return [alone(backend, spec) for spec in SPECS]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("blocks", "hits", "options"),
     [
@@ -100,6 +101,7 @@ def test_choices_of_one_prompt_begin_at_its_last_checkpoint(backend):
     assert engine.counters.cached_tokens == 2 * 56
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("length", "extra", "cached"),
     [

@@ -217,6 +217,7 @@ def test_ids_that_the_model_wrote_are_kept(form, given_id):
     assert Call("weather", given_id) in reader.feed(text)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("text", [" " * 200_000 + "x", "<tool_call>{" * 20_000, '["' * 100_000, "<tool_" * 30_000])
 @pytest.mark.parametrize("size", [3, 10**6])
 def test_long_answers_cost_little(text, size):

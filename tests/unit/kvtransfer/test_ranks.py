@@ -51,6 +51,7 @@ def zeros(layout: KVLayout, size: int) -> ShardedCache:
     return ShardedCache(layout, [KVCache(rank_layout(layout, size), TOTAL) for _ in range(size)])
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("transport", ["shm", "gloo", "nixl"])
 @pytest.mark.parametrize(
     "layout",

@@ -17,50 +17,55 @@ from safetensors.torch import load_file, save_file
 transformers.utils.logging.disable_progress_bar()
 
 HIDDEN, HEADS, KV_HEADS, VOCAB, POSITIONS = 48, 4, 2, 199, 512
+# Names of classes, because each import of one takes a tenth of a second.
 CLASSES = {
-    "llama": transformers.LlamaForCausalLM,
-    "mistral": transformers.MistralForCausalLM,
-    "qwen2": transformers.Qwen2ForCausalLM,
-    "qwen3": transformers.Qwen3ForCausalLM,
-    "mixtral": transformers.MixtralForCausalLM,
-    "qwen3_moe": transformers.Qwen3MoeForCausalLM,
-    "deepseek_v2": transformers.DeepseekV2ForCausalLM,
-    "deepseek_v3": transformers.DeepseekV3ForCausalLM,
-    "granite": transformers.GraniteForCausalLM,
-    "smollm3": transformers.SmolLM3ForCausalLM,
-    "seed_oss": transformers.SeedOssForCausalLM,
-    "arcee": transformers.ArceeForCausalLM,
-    "ernie4_5": transformers.Ernie4_5ForCausalLM,
-    "hunyuan_v1_dense": transformers.HunYuanDenseV1ForCausalLM,
-    "ministral": transformers.MinistralForCausalLM,
-    "ministral3": transformers.Ministral3ForCausalLM,
-    "apertus": transformers.ApertusForCausalLM,
-    "gemma2": transformers.Gemma2ForCausalLM,
-    "gemma3_text": transformers.Gemma3ForCausalLM,
-    "phi3": transformers.Phi3ForCausalLM,
-    "phi": transformers.PhiForCausalLM,
-    "starcoder2": transformers.Starcoder2ForCausalLM,
-    "nemotron": transformers.NemotronForCausalLM,
-    "stablelm": transformers.StableLmForCausalLM,
-    "olmo2": transformers.Olmo2ForCausalLM,
-    "olmo3": transformers.Olmo3ForCausalLM,
-    "exaone4": transformers.Exaone4ForCausalLM,
-    "cohere": transformers.CohereForCausalLM,
-    "cohere2": transformers.Cohere2ForCausalLM,
-    "glm4": transformers.Glm4ForCausalLM,
-    "glm4_moe": transformers.Glm4MoeForCausalLM,
-    "minimax_m2": transformers.MiniMaxM2ForCausalLM,
-    "gpt_oss": transformers.GptOssForCausalLM,
-    "llama4_text": transformers.Llama4ForCausalLM,
-    "qwen3_next": transformers.Qwen3NextForCausalLM,
-    "qwen3_5_text": transformers.Qwen3_5ForCausalLM,
-    "qwen3_5_moe_text": transformers.Qwen3_5MoeForCausalLM,
-    "granitemoehybrid": transformers.GraniteMoeHybridForCausalLM,
-    "nemotron_h": transformers.NemotronHForCausalLM,
-    "bamba": transformers.BambaForCausalLM,
-    "lfm2": transformers.Lfm2ForCausalLM,
-    "lfm2_moe": transformers.Lfm2MoeForCausalLM,
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
+    "arcee": "ArceeForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
+    "ministral": "MinistralForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "apertus": "ApertusForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "phi": "PhiForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
+    "nemotron": "NemotronForCausalLM",
+    "stablelm": "StableLmForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "cohere": "CohereForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
+    "bamba": "BambaForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
 }
+
+
+def class_of(family: str) -> Any:
+    return getattr(transformers, CLASSES[family])
 
 
 def random_checkpoint(
@@ -74,7 +79,7 @@ def random_checkpoint(
     shape: dict[str, Any] = {"hidden_size": HIDDEN, "intermediate_size": 80, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "max_position_embeddings": POSITIONS}
     shape |= {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    model_class = CLASSES[family]
+    model_class = class_of(family)
     config = model_class.config_class(**(shape | settings))
     config._attn_implementation = "eager"
     model = model_class(config).eval().requires_grad_(False)
@@ -114,7 +119,7 @@ def wrapped_checkpoint(folder: Path, family: str) -> Any:
 
 def reload(folder: Path, family: str, dtype: torch.dtype) -> Any:
     """Load the checkpoint with transformers. `model.to` would round the rotary frequencies as well."""
-    model = CLASSES[family].from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    model = class_of(family).from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     return model.eval().requires_grad_(False)
 
 

@@ -98,6 +98,7 @@ def _gap(ranks: torch.Tensor, chosen: int) -> torch.Tensor:
 
 
 @variants(VARIANTS)
+@pytest.mark.sample(10)
 def test_equals_transformers(name: str, tmp_path: Path, seed: int):
     lengths, new = (MANY, 32) if name in DENSE else (FEW, 16)
     assert_equals_transformers(VARIANTS[name], tmp_path, seed, lengths, new)

@@ -23,6 +23,7 @@ from baton.gguf.header import GgufHeader, TensorInfo, read_header
 from baton.limits import MAX_GGUF_ENTRIES, MAX_GGUF_FLOATS
 from baton.model_hub import model_folder
 from baton.tokenizer import load_tokenizer
+from tests.support.compiled_kernels import share_kernels
 from tests.support.gguf_files import Export
 from tests.unit.model.checkpoints import (
     LLAMA3,
@@ -82,7 +83,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BATON_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("BATON_HOME", str(share_kernels(tmp_path / "home")))
 
 
 def unpacked(path: Path) -> Path:

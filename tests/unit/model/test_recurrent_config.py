@@ -10,7 +10,7 @@ from baton.engine.models.config import ModelConfig, parse_config
 from baton.engine.models.json_fields import Fields
 from baton.engine.models.recurrent.spec import MambaSpec
 from baton.errors import CheckpointError
-from tests.unit.model.checkpoints import CLASSES, CONV, FOUR, RECURRENT
+from tests.unit.model.checkpoints import CONV, FOUR, RECURRENT, class_of
 
 NEEDED = {"vocab_size", "hidden_size", "num_attention_heads", "intermediate_size", "architectures", "model_type"}
 NEEDED |= {"num_hidden_layers", "layers_block_type"}
@@ -18,8 +18,8 @@ NEEDED |= {"num_hidden_layers", "layers_block_type"}
 
 def settings_of(family: str, **changes: Any) -> dict[str, Any]:
     """Return config.json as transformers writes it, with all keys."""
-    found = json.loads(CLASSES[family].config_class(**changes).to_json_string(use_diff=False))
-    return found | {"architectures": [CLASSES[family].__name__]}
+    found = json.loads(class_of(family).config_class(**changes).to_json_string(use_diff=False))
+    return found | {"architectures": [class_of(family).__name__]}
 
 
 def parsed(settings: dict[str, Any]) -> ModelConfig:

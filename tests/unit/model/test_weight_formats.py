@@ -97,6 +97,7 @@ def write(folder: Path, section: dict[str, Any], layer: Write, family: str = "qw
     return reference
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", FORMATS)
 def test_tokens_are_those_of_the_widened_weights(name: str, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("BATON_CPU_LEVEL", "none")

@@ -21,6 +21,7 @@ from baton.worker import events
 from router.request.attempt import Attempt, most_events
 from router.request.delivery import Delivery, EventStream, StallTimeout, Thoughts
 from router.request.lifecycle import fitted
+from router.request.prompt_logprobs import PromptScores
 from tests.unit.router import fakes
 from tests.unit.router.fakes import turns, virtual
 
@@ -327,3 +328,15 @@ async def test_a_fence_that_meets_a_handoff_which_has_ended_is_no_failure(last):
     assert attempt.lost is None
     ended = (attempt.finish is not None, attempt.retry_reason)
     assert ended == ((True, "") if last == "finish" else (False, "preempted"))
+
+
+async def test_an_end_that_comes_with_the_loss_of_a_worker_whose_scores_are_missing_is_no_end():
+    """D decoded all from KV that P sent early. Only the next attempt can report the scores."""
+    placement, spec = MagicMock(), SequenceSpec((1, 2), Sampling(max_tokens=1), prompt_logprobs=0)
+    placement.decode.info.thinking_chunk = 0
+    attempt = Attempt(H, placement, spec, MagicMock(), MagicMock(), scores=PromptScores(spec))
+    attempt._mailbox.put(Role.PREFILL, WorkerLost("it died"))
+    for event in (events.committed(H), events.tokens(H, [FIRST]), LAST_WORDS["finish"]):
+        attempt._mailbox.put(Role.DECODE, event)
+    assert not any([tokens async for tokens in attempt.outputs()])
+    assert (attempt.finish, attempt.retry_reason) == (None, "prefill_lost")

@@ -63,6 +63,7 @@ def test_workers_report_while_somebody_is_served_and_once_more(monkeypatch):
     assert report.events < 200
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("noticed_s", [0.0, 3e-4])
 @pytest.mark.parametrize("worker", ["prefill-0", "decode-0"])
 @pytest.mark.parametrize("local", [False, True], ids=["pairs", "local prefill"])

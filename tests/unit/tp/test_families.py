@@ -16,6 +16,7 @@ from baton.errors import ConfigError
 from baton.gguf.folder import gguf_folder
 from baton.tokenizer import OracleTokenizer
 from baton.worker.engine_factory import generate
+from tests.support.compiled_kernels import share_kernels
 from tests.support.engines import hand_over, ids, key_of, numbers, spec_of
 from tests.unit.model.checkpoints import DENSE, LATENT, NATIVE, RECURRENT, SPARSE, V3, VOCAB, random_checkpoint
 from tests.unit.model.harness import greedy, prompts
@@ -82,7 +83,7 @@ def test_ranks_read_a_gguf_file(plan_of, tmp_path: Path, monkeypatch: pytest.Mon
     """Rows of q and k have another order there, and biases too."""
     from tests.support.gguf_files import Export
 
-    monkeypatch.setenv("BATON_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("BATON_HOME", str(share_kernels(tmp_path / "home")))
     monkeypatch.setattr("baton.gguf.folder._tokenizer", lambda header: "{}")
     random_checkpoint(tmp_path, "llama", attention_bias=True)
     Export(tmp_path, tmp_path / "m.gguf", "llama", "F16")

@@ -66,6 +66,7 @@ def gathered(cache: KVCache, layers: range, blocks: list[int], begin: int, end: 
     return out
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.kv_heads}-{layout.dtype}-{layout.tensors[0]}")
 @pytest.mark.parametrize(("sender", "receiver"), PAIRS)
 def test_frames_between_workers_of_any_sizes(sender: int, receiver: int, layout: KVLayout, seed: int) -> None:

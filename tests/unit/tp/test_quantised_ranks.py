@@ -13,6 +13,7 @@ from baton.engine.kernels.quantized import SCHEMES, Quantize, quantize
 from baton.engine.model_backend import ModelBackend
 from baton.engine.models.loading import load_model
 from baton.gguf.folder import gguf_folder
+from tests.support.compiled_kernels import share_kernels
 from tests.unit.model.checkpoints import edit_config, random_checkpoint
 from tests.unit.model.harness import greedy, prompts
 from tests.unit.model.test_quantised import FORMATS, compress, widen
@@ -31,6 +32,7 @@ def check_same(ranks: ModelBackend, whole: ModelBackend, seed: int) -> None:
             torch.testing.assert_close(logits, other.logits[position], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("size", [2, 4])  # four ranks share two KV heads
 @pytest.mark.parametrize("form", ["int8", "int4", *FORMATS], ids=str)
 def test_tokens_are_those_of_one_process(form: Any, size: int, tmp_path: Path, monkeypatch, seed: int) -> None:
@@ -51,7 +53,7 @@ def test_a_layer_with_groups_that_ranks_would_cut_is_widened(kind: str, tmp_path
 
     monkeypatch.setenv("BATON_CPU_LEVEL", "none")
     random_checkpoint(tmp_path, "qwen2", **SIZES | {"intermediate_size": 160})
-    monkeypatch.setenv("BATON_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("BATON_HOME", str(share_kernels(tmp_path / "home")))
     monkeypatch.setattr("baton.gguf.folder._tokenizer", lambda header: "{}")
     Export(tmp_path, tmp_path / "m.gguf", "qwen2", kind)
     folder = gguf_folder(tmp_path / "m.gguf")

@@ -45,6 +45,7 @@ from baton.worker.lifecycle import _info
 from baton.worker.process import _Model, reasons_to_load
 from baton.worker.settings import from_config, located, of_both_roles
 from kvtransfer.transports.select import make_transports
+from tests.support.compiled_kernels import share_kernels
 from tests.support.time_factor import scaled
 from tests.unit.model.checkpoints import LATENT, edit_config, thinking_checkpoint
 
@@ -398,6 +399,7 @@ def test_memory_is_freed_although_another_thread_collects(monkeypatch):
 
 def test_a_cache_that_stays_in_use_is_logged_and_does_not_stop_the_worker(monkeypatch):
     monkeypatch.setattr(engine_factory, "FREE_PAUSE_S", 0.0)
+    monkeypatch.setattr(engine_factory, "FREE_TRIES", 2)
     used = object()
     with capture_logs() as logs:
         engine_factory.free_memory(lambda: used)
@@ -470,7 +472,7 @@ MEASURED = VerifyShapeTimes({32: 8.0, 64: 8.0, 128: 8.0, 256: 8.0}, steady=128)
 
 @pytest.fixture
 def demo(settings, tmp_path, monkeypatch):
-    monkeypatch.setenv("BATON_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("BATON_HOME", str(share_kernels(tmp_path / "home")))
     return lambda *sets: settings(f"model.path={DEMO}", "decode.device=cpu", *sets)
 
 
