@@ -96,10 +96,13 @@ class ThinkingModel(nn.Module):
 
     def compress(self, thought: list[int]) -> Tensor:
         """Return the state [c, D] of the next chunk from a thought, its end token included."""
+        return self.compress_all([thought])[0]
+
+    def compress_all(self, thoughts: list[list[int]]) -> Tensor:
+        """Return the states [N, c, D] after thoughts of equal length, end tokens included."""
         size, pad = self.config.chunk_size, self.config.pad_token_id
-        padded = torch.tensor([thought + [pad] * (size - len(thought))])
-        x = self.model.embed_tokens(padded)
-        return cast(Tensor, self.compression.block(x, *rotation(self.shape, x.shape[1]))[0, -size:])
+        x = self.model.embed_tokens(torch.tensor([thought + [pad] * (size - len(thought)) for thought in thoughts]))
+        return cast(Tensor, self.compression.block(x, *rotation(self.shape, x.shape[1]))[:, -size:])
 
     def think(self, rows: Tensor) -> list[int]:
         """Return the greedy thought about a chunk's rows [c, D], up to the end token or the maximum length."""

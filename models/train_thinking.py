@@ -1,4 +1,8 @@
-"""Train the coin model from nothing: text, tokenizer, weights, measurement."""
+"""Train a model on a task from nothing, and measure it if it is the coin model.
+
+``--kind`` decides how the model reaches the answer: it has thinking states, it writes the same thoughts as text before
+the answer (a chain of thought), or it does neither. All kinds have the same decoder and read the same prompts.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,8 @@ import math
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,116 +23,62 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python models/train_thinking.py`
 
-from models.demo_model import Shape
-from models.demo_tokenizer import END
+from models.demo_model import Shape, config, write
+from models.demo_tokenizer import END, load_tokenizer
+from models.tasks.batches import LONGEST, Batch, Source, skipping
+from models.tasks.registry import KINDS, TASKS
 from models.thinking_eval import report
 from models.thinking_model import Thinking, ThinkingModel, save
-from models.thinking_text import SIDES, training_sample
-from models.thinking_tokenizer import CHUNK, SPECIAL, VOCABULARY, gold, thought_ids, train_tokenizer
+from models.thinking_text import training_sample
+from models.thinking_tokenizer import CHUNK, SPECIAL, VOCABULARY, train_tokenizer
 
-# Token ids with the answer and the end token; number of prompt tokens; for each whole chunk of the prompt, the index of
-# its thought in THOUGHTS.
-Row = tuple[list[int], int, list[int]]
-
-THOUGHTS = ("", *SIDES)
 SHAPE = Shape(vocab_size=VOCABULARY, max_position_embeddings=4096)
-BATCH_TOKENS = 2048
-POOL = 400  # stories that are sorted by length together
+COIN = Path(__file__).parent / "coin"
 PEAK_RATES = (2e-2, 5e-3)  # of Muon and of AdamW
 WEIGHT_DECAY = 0.1
 WARMUP = 50
-# The prompts' text has a small weight, because it is mostly random. The thoughts must be free of errors.
-PROMPT_WEIGHT = 0.01
 THOUGHT_WEIGHT = 10.0
-LONGEST = (10, 70)  # idle clauses of a story: at first, and from the middle of the training on
-SKIPPED = 3500  # maximum of omitted positions in a story
-SKIP_SHARE = 0.8
+SAVED_EVERY = 25  # steps between two files with which a stopped training goes on
 
 
-def encode(tokenizer: Tokenizer, rng: random.Random, longest: int) -> Row:
-    """Return a new story."""
-    sample = training_sample(rng, longest)
-    prompt, thoughts = gold(tokenizer, sample)
-    answer = tokenizer.encode(sample.answer).ids
-    return [*prompt, *answer, SPECIAL[END]], len(prompt), [THOUGHTS.index(thought) for thought in thoughts]
-
-
-def batches(tokenizer: Tokenizer, seed: int, steps: int) -> Iterator[list[Row]]:
-    """Yield batches endlessly: rows of similar length, about BATCH_TOKENS tokens each. Stories grow with the steps."""
-    rng, made = random.Random(f"coin {seed}"), 0
-    while True:
-        longest = int(LONGEST[0] + (LONGEST[1] - LONGEST[0]) * min(1.0, 2 * made / steps))
-        rows = sorted((encode(tokenizer, rng, longest) for _ in range(POOL)), key=lambda row: len(row[0]))
-        groups: list[list[Row]] = [[]]
-        for row in rows:
-            if groups[-1] and len(row[0]) * (len(groups[-1]) + 1) > BATCH_TOKENS:
-                groups.append([])
-            groups[-1].append(row)
-        rng.shuffle(groups)
-        made += len(groups)
-        yield from groups
-
-
-def tensors(batch: list[Row]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ids [B, T], loss weights of the tokens [B, T], and thoughts [B, T / c], which are -1 if not trained.
-
-    T is a multiple of c. Rows are padded on the right with weight zero.
-    """
-    longest = -(-max(len(ids) for ids, _, _ in batch) // CHUNK) * CHUNK
-    ids = torch.zeros(len(batch), longest, dtype=torch.long)
-    weight = torch.zeros(len(batch), longest)
-    thoughts = torch.full((len(batch), longest // CHUNK), -1)
-    for i, (row, head, thought) in enumerate(batch):
-        ids[i, : len(row)] = torch.tensor(row)
-        weight[i, :head], weight[i, head : len(row)] = PROMPT_WEIGHT, 1.0
-        thoughts[i, : len(thought)] = torch.tensor(thought)
-    return ids, weight, thoughts
-
-
-def skipping(thoughts: Tensor, most: int = SKIPPED) -> Tensor:
-    """Return positions [B, T] of thoughts [B, T / c] with up to three gaps, as if text had been left out.
-
-    A gap is between the chunk of an event and the state after it. Later text therefore sees that state nearby, and all
-    older ones as far away as in a story of up to `most` more tokens. Untrained distances would mislead the attention,
-    and stories of that length take too long to train on.
-    """
-    steps = torch.ones(len(thoughts), thoughts.shape[1] * CHUNK, dtype=torch.long)
-    for row, thought in zip(steps, thoughts, strict=True):
-        behind = (thought[:-1] > 0).nonzero().flatten() + 1
-        if len(behind) and torch.rand(()) < SKIP_SHARE:
-            places = behind[torch.randint(len(behind), (int(torch.randint(1, 4, ())),))]
-            gap = int(torch.rand(()) * most / len(places)) // CHUNK * CHUNK
-            row.index_add_(0, places * CHUNK, torch.full_like(places, gap))
-    return steps.cumsum(1) - 1
+def spelled_together(spelled: list[list[int]]) -> dict[int, list[int]]:
+    """Return the numbers of the thoughts of each length."""
+    groups = defaultdict[int, list[int]](list)
+    for number, ids in enumerate(spelled):
+        groups[len(ids)].append(number)
+    return groups
 
 
 def states_of(model: ThinkingModel, spelled: list[list[int]], thoughts: Tensor) -> Tensor:
     """Return the states [B, T, D] of all chunks from their known thoughts. Compresses each thought once."""
-    table = torch.stack([model.compress(ids) for ids in spelled])
+    table = torch.empty(len(spelled), CHUNK, model.shape.hidden_size)
+    for numbers in spelled_together(spelled).values():
+        table[numbers] = model.compress_all([spelled[number] for number in numbers])
     states = table[thoughts.clamp(min=0)]  # [B, T / c, c, D]
     return torch.cat((torch.zeros_like(states[:, :1]), states[:, :-1]), dim=1).flatten(1, 2)
 
 
 def thought_loss(model: ThinkingModel, spelled: list[list[int]], rows: Tensor, thoughts: Tensor) -> Tensor:
     """Return the cross entropy of the thoughts [N] about chunks [N, c, D]: summed over a thought, mean over chunks."""
-    total = torch.zeros(())
-    for index, ids in enumerate(spelled):
-        chosen = rows[thoughts == index]
-        written = torch.tensor([[model.config.bos_token_id, *ids[:-1]]]).expand(len(chosen), -1)
-        targets = torch.tensor([ids]).expand(len(chosen), -1)
-        logits = model.thought_logits(chosen, written)
+    total, lengths = torch.zeros(()), torch.tensor([len(ids) for ids in spelled])[thoughts]
+    for length, numbers in spelled_together(spelled).items():
+        table = torch.zeros(len(spelled), length, dtype=torch.long)
+        table[numbers] = torch.tensor([spelled[number] for number in numbers])
+        chosen, targets = rows[lengths == length], table[thoughts[lengths == length]]
+        begin = torch.full((len(targets), 1), model.config.bos_token_id)
+        logits = model.thought_logits(chosen, torch.cat((begin, targets[:, :-1]), dim=1))
         total = total + functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     return total / len(rows)
 
 
-def loss_of(model: ThinkingModel, spelled: list[list[int]], batch: list[Row], *, think: bool) -> tuple[Tensor, Tensor]:
+def loss_of(model: ThinkingModel, batch: Batch, *, think: bool, gaps: bool) -> tuple[Tensor, Tensor]:
     """Return the losses of the text and of the thoughts, from one parallel forward over all chunks.
 
-    Without `think` every state is trivial and no thought is trained.
+    Without `think` there is no state, and no thought is trained. `gaps`: positions are those of `skipping`.
     """
-    ids, weight, thoughts = tensors(batch)
-    states = states_of(model, spelled, thoughts if think else torch.zeros_like(thoughts))
-    out, read = model(ids, states, skipping(thoughts))
+    ids, weight, thoughts, spelled = batch
+    states = states_of(model, spelled, thoughts) if think else torch.zeros(*ids.shape, model.shape.hidden_size)
+    out, read = model(ids, states, skipping(thoughts) if gaps else None)
     weight, counted = weight[:, 1:], weight[:, 1:] > 0
     losses = functional.cross_entropy(model.logits(out[:, :-1][counted]), ids[:, 1:][counted], reduction="none")
     text = (losses * weight[counted]).sum() / weight.sum()
@@ -152,27 +103,64 @@ def make_optimizers(model: ThinkingModel) -> list[torch.optim.Optimizer]:
     ]
 
 
-def train(model: ThinkingModel, tokenizer: Tokenizer, steps: int, seed: int, *, think: bool) -> list[float]:
-    """Train in place. Prints a line every 50 steps. Returns the whole loss of each step."""
-    optimizers = make_optimizers(model)
-    spelled = [thought_ids(tokenizer, thought) for thought in THOUGHTS]
-    stream, started = batches(tokenizer, seed, steps), time.monotonic()
-    history: list[tuple[float, float]] = []
-    for step in range(steps):
+@dataclass(slots=True)
+class Training:
+    """A training in progress. `kept`: the file with which it goes on after a stop."""
+
+    model: ThinkingModel
+    source: Source
+    gaps: bool = True
+    kept: Path | None = None
+
+    def run(self) -> list[float]:
+        """Train in place. Prints a line every 50 steps. Returns the whole loss of each step of this run."""
+        optimizers, stream, started = make_optimizers(self.model), self.source.batches(), time.monotonic()
+        first, history = self.resume(optimizers), list[tuple[float, float]]()
+        for _ in range(first):
+            next(stream)
+        for step in range(first, self.source.steps):
+            history.append(self.step(optimizers, self.source.tensors(next(stream)), step))
+            if (step + 1) % 50 == 0:
+                means = [sum(column) / len(column) for column in zip(*history[-50:], strict=True)]
+                took = f"{time.monotonic() - started:.0f} s"
+                place = f"step {step + 1}/{self.source.steps}"
+                print(f"{place} text {means[0]:.4f} thoughts {means[1]:.5f} {took}", flush=True)
+            if (step + 1) % SAVED_EVERY == 0:
+                self.keep(optimizers, step + 1)
+        return [text + THOUGHT_WEIGHT * thought for text, thought in history]
+
+    def step(self, optimizers: list[torch.optim.Optimizer], batch: Batch, step: int) -> tuple[float, float]:
+        """Take one step. Returns the losses of the text and of the thoughts."""
         for optimizer, peak in zip(optimizers, PEAK_RATES, strict=True):
-            optimizer.param_groups[0]["lr"] = peak * rate(step, steps)
-        text, thought = loss_of(model, spelled, next(stream), think=think)
-        model.zero_grad()
+            optimizer.param_groups[0]["lr"] = peak * rate(step, self.source.steps)
+        text, thought = loss_of(self.model, batch, think=self.source.kind == "thinking", gaps=self.gaps)
+        self.model.zero_grad()
         (text + THOUGHT_WEIGHT * thought).backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
-        history.append((text.item(), thought.item()))
-        if (step + 1) % 50 == 0:
-            means = [sum(column) / 50 for column in zip(*history[-50:], strict=True)]
-            took = f"{time.monotonic() - started:.0f} s"
-            print(f"step {step + 1}/{steps} text {means[0]:.4f} thoughts {means[1]:.5f} {took}", flush=True)
-    return [text + THOUGHT_WEIGHT * thought for text, thought in history]
+        return text.item(), thought.item()
+
+    def keep(self, optimizers: list[torch.optim.Optimizer], step: int) -> None:
+        """Write what a later run needs to go on after `step` steps."""
+        if self.kept is None:
+            return
+        self.kept.parent.mkdir(parents=True, exist_ok=True)
+        state = {"step": step, "model": self.model.state_dict(), "random": torch.get_rng_state()}
+        state["optimizers"] = [optimizer.state_dict() for optimizer in optimizers]
+        torch.save(state, self.kept.with_suffix(".new"))
+        self.kept.with_suffix(".new").replace(self.kept)
+
+    def resume(self, optimizers: list[torch.optim.Optimizer]) -> int:
+        """Load what `keep` wrote, if anything. Returns the number of steps done."""
+        if self.kept is None or not self.kept.exists():
+            return 0
+        state = torch.load(self.kept, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        torch.set_rng_state(state["random"])
+        for optimizer, content in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(content)
+        return int(state["step"])
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
@@ -190,28 +178,53 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(names, indent=2) + "\n", encoding="utf-8")
 
 
-def main() -> None:
-    """Run the command line; see ``models/README.md``."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "coin")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=1100)
-    parser.add_argument("--stories", type=int, default=200, help="to measure with, for each number of flips")
-    parser.add_argument("--without-thinking", action="store_true", help="the same net and text, every thought trivial")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.manual_seed(args.seed)
-    started, think = time.monotonic(), not args.without_thinking
+def save_plain(model: ThinkingModel, folder: Path) -> None:
+    """Write the decoder alone, as a Llama."""
+    plain = torch.nn.Module()
+    plain.add_module("model", model.model)
+    write(plain, folder, config(model.shape, model.end))
+
+
+def tokenizer_of(args: argparse.Namespace) -> Tokenizer:
+    """Return the tokenizer of models/coin, or train it if that model is to be made."""
+    if (args.task, args.kind) != ("coin", "thinking"):
+        return load_tokenizer(COIN)
     rng = random.Random(f"tokenizer {args.seed}")
     samples = [training_sample(rng, LONGEST[1]) for _ in range(2000)]
-    tokenizer = train_tokenizer(text for sample in samples for text in (sample.prompt, sample.answer))
+    return train_tokenizer(text for sample in samples for text in (sample.prompt, sample.answer))
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line; see ``models/README.md``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=list(TASKS), default="coin")
+    parser.add_argument("--kind", choices=KINDS, default="thinking")
+    parser.add_argument("--out", type=Path, default=COIN)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--steps", type=int, help="default: those of the task")
+    parser.add_argument("--stories", type=int, default=200, help="to measure with, for each number of flips")
+    args = parser.parse_args()
+    if args.out == COIN and (args.task, args.kind) != ("coin", "thinking"):
+        parser.error("--out is required for every model but models/coin")
+    return args
+
+
+def main() -> None:
+    """Train, save, and measure the coin model."""
+    args = parse()
+    torch.set_num_threads(1)
+    torch.manual_seed(args.seed)
+    started, thinks = time.monotonic(), args.kind == "thinking"
+    tokenizer = tokenizer_of(args)
     model = ThinkingModel(SHAPE, Thinking(chunk_size=CHUNK), SPECIAL[END])
-    print(f"{sum(p.numel() for p in model.parameters())} parameters", flush=True)
-    train(model, tokenizer, args.steps, args.seed, think=think)
-    save(model, args.out)
+    task = TASKS[args.task]
+    source = Source(tokenizer, args.task, args.kind, args.seed, args.steps or task.steps)
+    Training(model, source, args.kind in task.gaps, args.out / "training.pt").run()
+    (save if thinks else save_plain)(model, args.out)
     save_tokenizer(tokenizer, args.out)
     print(f"trained in {time.monotonic() - started:.0f} s", flush=True)
-    report(args.out, args.stories, think=think)
+    if thinks and args.task == "coin":
+        report(args.out, args.stories, think=True)
 
 
 if __name__ == "__main__":

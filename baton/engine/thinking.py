@@ -24,6 +24,8 @@ from baton.engine.sequence import UNLIMITED, ScheduledSequence, SequencePolicy, 
 from baton.engine.sequence import Sequence as Progress
 
 ALL = UNLIMITED  # also more than the chunks of any sequence
+# Tokens that a forward computes ahead, by the mean distance of the thoughts so far. Measured by benchmarks/thinking.py.
+REACH = 1.5
 
 
 class Notes:
@@ -60,7 +62,8 @@ class Thinking(SequencePolicy):
     until: int  # number of chunks that are thought about: those of the prompt, or ALL
     shared: int  # leading tokens with KV that others may use; later KV was computed without thoughts
     ahead: int = ALL  # the open chunk is that of the next position
-    cheap: int | None = None  # number of almost free rows; if set, `ahead` follows recent progress
+    least: int | None = None  # smallest `ahead`; if set, `ahead` follows the distances of thoughts
+    distances: tuple[int, int] = (0, 0)  # tokens computed, and forwards that a thought stopped, while `ahead` follows
     thoughts: list[tuple[int, ...]] = field(default_factory=list)  # made so far
     reported: int = 0  # thoughts that `new_thoughts` has returned
     rows: Tensor | None = None  # hidden rows of the open chunk so far, [offset, hidden_size], if it is thought about
@@ -90,8 +93,12 @@ class Thinking(SequencePolicy):
 
     def update_ahead(self, tokens: int, *, stopped: bool) -> None:
         """Adapt `ahead` to a forward that computed `tokens` tokens. If `stopped`, a thought prevented more."""
-        if self.cheap is not None:
-            self.ahead = min(ALL, max(self.cheap, 2 * tokens if stopped else 2 * self.ahead))
+        if self.least is None:
+            return
+        computed, stops = self.distances
+        self.distances = computed + tokens, stops + stopped
+        expected = int(REACH * (computed + tokens) / (stops + 1)) if stopped else 2 * self.ahead
+        self.ahead = min(ALL, max(self.least, expected))
 
     def usable(self, hashes: Iterable[bytes]) -> Iterator[bytes]:
         return self.notes.known(hashes)
@@ -133,9 +140,10 @@ class Thoughts:
         if mode == "off":
             return Thinking(self._notes, self._size, 0, ALL)
         until, shared = (ALL, ALL) if spec.think_while_decoding else (prompt // self._size, prompt)
+        if mode == "sequential" or (mode == "fast" and self._thinker.unlimited):
+            return Thinking(self._notes, self._size, until, shared, 0 if mode == "sequential" else ALL)
         cheap = self._thinker.cheap_rows
-        ahead = {"auto": cheap, "fast": ALL, "sequential": 0}[mode]
-        return Thinking(self._notes, self._size, until, shared, ahead, cheap if mode == "auto" else None)
+        return Thinking(self._notes, self._size, until, shared, cheap, cheap if mode == "auto" else 1)
 
     def adopt(self, spec: SequenceSpec, carried: SequenceState | None) -> Thinking:
         """Return progress with KV from elsewhere. Raises ValueError, naming the mismatch, if `carried` does not fit."""

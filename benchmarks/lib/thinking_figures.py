@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 
     Thoughts = Sequence[tuple[int, ...]]
 
-THINKS, OFF, WITHOUT = "with thinking", "T switched off", "trained without thinking"
+THINKS, OFF = "with thinking", "T switched off"
 SEQUENTIAL: Final = "sequential"
 FAST: Final = "fast"
+UNLIMITED = "fast unlimited"  # algorithm 1 of the paper: each forward computes the rest of the prompt
 AUTO: Final = "auto"
 NONE: Final = "off"
 ALONE, TOGETHER = "alone", "together"
-KEYS = {THINKS: "accuracy", OFF: "control_accuracy", WITHOUT: "trained_without_accuracy"}
+KEYS = {THINKS: "accuracy", OFF: "control_accuracy"}
 
 
 class Score(NamedTuple):
@@ -94,7 +95,7 @@ class Measured:
 
 
 def needed_rounds(thoughts: Thoughts, length: int, chunk_size: int) -> int:
-    """Return the forwards of mode fast: one, and one per thought with prompt positions after it."""
+    """Return the forwards of mode fast without a limit: one, and one per thought with prompt positions after it."""
     return 1 + sum(bool(thought) and (chunk + 1) * chunk_size < length for chunk, thought in enumerate(thoughts))
 
 
@@ -115,7 +116,8 @@ def figures(measured: Measured) -> dict[str, float | None]:
             if who == THINKS:
                 found[f"thoughts_right_{flips}"] = round(score.thoughts_right / score.of, 4)
     for mode, one in measured.agreements.items():
-        found[f"equal_{mode}"], found[f"equal_{mode}_of"] = one.equal, one.of
+        name = mode.replace(" ", "_")
+        found[f"equal_{name}"], found[f"equal_{name}_of"] = one.equal, one.of
     for filler in (True, False):
         loads = [load for load in measured.prompts if bool(load.filler) == filler]
         for mode in (AUTO, FAST):
@@ -124,12 +126,14 @@ def figures(measured: Measured) -> dict[str, float | None]:
     main = Case(Load(30, 1.0), ALONE)
     found["fast_prefill_speedup"] = _middle(measured, main, AUTO, SEQUENTIAL) if main in measured.runs else None
     for case in measured.runs:
-        for mode in (FAST, AUTO):
+        for mode in (FAST, UNLIMITED, AUTO):
             found[f"{case}: {mode} to sequential"] = _middle(measured, case, mode, SEQUENTIAL)
         found[f"{case}: time of auto to off"] = _middle(measured, case, NONE, AUTO)
     if len(measured.swept) > 1:
         sweep = {f"sweep: {rows}": measured.overall(mode, SEQUENTIAL) for rows, mode in measured.swept.items()}
         found |= {name: round(value, 4) for name, value in sweep.items()}
+    slowest = [median(measured.ratios(case, FAST, SEQUENTIAL)) for case in measured.runs]
+    found["fast_to_sequential_least"] = round(min(slowest), 4) if slowest else None
     return found
 
 

@@ -13,6 +13,7 @@ from benchmarks.lib.thinking_figures import (
     NONE,
     SEQUENTIAL,
     TOGETHER,
+    UNLIMITED,
     Case,
     Measured,
     Prompts,
@@ -67,17 +68,19 @@ def measure_agreement(engines: Engines, count: int, seed: int, measured: Measure
     """Compare the modes on each prompt alone."""
     base = engines[SEQUENTIAL]
     prompts = mixed(count, seed, base.tokenizer, base.backend.vocab_size)
-    took = {mode: [ask(engines[mode], [p], CHECKED) for p in prompts] for mode in (SEQUENTIAL, FAST, AUTO)}
+    arms = (SEQUENTIAL, FAST, UNLIMITED, AUTO)
+    took = {mode: [turn(engines, mode, [p], TOGETHER, CHECKED) for p in prompts] for mode in arms}
     answers = {mode: [each.answers[0] for each in runs] for mode, runs in took.items()}
     predicted = [
         needed_rounds(a.thoughts, len(p), thinker_of(base).config.chunk_size)
-        for a, p in zip(answers[FAST], prompts, strict=True)
+        for a, p in zip(answers[UNLIMITED], prompts, strict=True)
     ]
-    rounds = [(each.rounds, number) for each, number in zip(took[FAST], predicted, strict=True)]
-    measured.agreements[FAST] = agreement(answers[SEQUENTIAL], answers[FAST], rounds)
+    rounds = [(each.rounds, number) for each, number in zip(took[UNLIMITED], predicted, strict=True)]
+    measured.agreements[FAST] = agreement(answers[SEQUENTIAL], answers[FAST])
+    measured.agreements[UNLIMITED] = agreement(answers[SEQUENTIAL], answers[UNLIMITED], rounds)
     measured.agreements[AUTO] = agreement(answers[SEQUENTIAL], answers[AUTO])
     for number, prompt in enumerate(prompts):
-        if not answers[SEQUENTIAL][number] == answers[FAST][number] == answers[AUTO][number]:
+        if any(answers[mode][number] != answers[SEQUENTIAL][number] for mode in arms):
             tell(f"prompt {number} differs: {list(prompt)}")
     tell(f"agreement: {measured.agreements}")
 
@@ -88,7 +91,7 @@ def measure_speed(engines: Engines, plan: Plan, seed: int, measured: Measured) -
     cases = [Case(load, way) for load in LOADS for way in (ALONE, TOGETHER)]
     order, own = random.Random(0), thinker_of(engines[AUTO]).cheap_rows
     measured.swept = {rows: AUTO if rows == own else f"{AUTO} {rows}" for rows in sorted({own, *plan.sweep})}
-    modes = [SEQUENTIAL, FAST, *measured.swept.values(), NONE]
+    modes = [SEQUENTIAL, FAST, UNLIMITED, *measured.swept.values(), NONE]
     measured.runs = {case: {mode: [] for mode in modes} for case in cases}
     for mode in modes:
         turn(engines, mode, loads[LOADS[0]], ALONE)
@@ -104,14 +107,15 @@ def measure_speed(engines: Engines, plan: Plan, seed: int, measured: Measured) -
         measured.prompts[load] = Prompts(plan.prompts, sum(map(len, prompts)), chunks, sum(map(bool, thoughts)))
 
 
-def turn(engines: Engines, mode: str, prompts: Sequence[Prompt], way: str) -> Took:
-    """Time one mode. A number in its name replaces the engine's number of cheap rows."""
-    name, _, rows = mode.partition(" ")
+def turn(engines: Engines, mode: str, prompts: Sequence[Prompt], way: str, new: int = 1) -> Took:
+    """Run one mode. A number in its name replaces the engine's number of cheap rows; `unlimited` removes the limit."""
+    name, _, option = mode.partition(" ")
     engine, thinker = engines[name], thinker_of(engines[name])
-    own = thinker.cheap_rows
-    thinker.cheap_rows = int(rows or own)
-    took = (one_by_one if way == ALONE else ask)(engine, prompts)
-    thinker.cheap_rows = own
+    own = thinker.cheap_rows, thinker.unlimited
+    thinker.cheap_rows = int(option) if option.isdigit() else own[0]
+    thinker.unlimited = own[1] or mode == UNLIMITED
+    took = (one_by_one if way == ALONE else ask)(engine, prompts, new)
+    thinker.cheap_rows, thinker.unlimited = own
     return took
 
 

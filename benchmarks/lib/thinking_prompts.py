@@ -27,7 +27,7 @@ class Load(NamedTuple):
         return f"{self.flips} flips, {'with filler' if self.filler else 'dense'}"
 
 
-LOADS = (*(Load(flips, 1.0) for flips in (10, 30, 60)), *(Load(flips, 0.0) for flips in (10, 30, 60)))
+LOADS = (*(Load(flips, 1.0) for flips in (10, 30, 100)), *(Load(flips, 0.0) for flips in (10, 30, 100)))
 
 
 def stories(load: Load, count: int, seed: int, tokenizer: Tokenizer) -> list[Prompt]:

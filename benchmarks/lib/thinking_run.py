@@ -33,11 +33,15 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    """Seconds and forwards until all prompts had their first token, and the answers in the order of the prompts."""
+    """Seconds and forwards until all prompts had their first token, and the answers in the order of the prompts.
+
+    `ended`: seconds until the end of the last answer.
+    """
 
     seconds: float
     rounds: int
     answers: Sequence[Answer]
+    ended: float
 
 
 def engine_of(folder: Path, mode: Mode) -> Engine:
@@ -75,12 +79,12 @@ def ask(engine: Engine, prompts: Sequence[Prompt], new: int = 1) -> Took:
             waiting.discard(number)
         if not (waiting or seconds):
             seconds = time.perf_counter() - began
-    return Took(seconds, rounds, answers)
+    return Took(seconds, rounds, answers, time.perf_counter() - began)
 
 
 def one_by_one(engine: Engine, prompts: Sequence[Prompt], new: int = 1) -> Took:
     """Run each prompt alone, and sum seconds and rounds."""
     each = [ask(engine, [prompt], new) for prompt in prompts]
-    return Took(
-        sum(took.seconds for took in each), sum(took.rounds for took in each), [took.answers[0] for took in each]
-    )
+    answers = [took.answers[0] for took in each]
+    seconds, ended = sum(took.seconds for took in each), sum(took.ended for took in each)
+    return Took(seconds, sum(took.rounds for took in each), answers, ended)

@@ -6,7 +6,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from benchmarks.lib.report import markdown
-from benchmarks.lib.thinking_figures import AUTO, FAST, NONE, SEQUENTIAL, THINKS
+from benchmarks.lib.thinking_figures import AUTO, FAST, NONE, SEQUENTIAL, THINKS, UNLIMITED
 
 if TYPE_CHECKING:
     from benchmarks.lib.thinking_figures import Agreement, Case, Measured, Score
@@ -56,7 +56,7 @@ def speed(measured: Measured) -> str:
     header = [
         "",
         *(f"{mode}, ms" for mode in modes),
-        *(f"{mode}, times faster than sequential" for mode in (FAST, AUTO)),
+        *(f"{mode}, times faster than sequential" for mode in (FAST, UNLIMITED, AUTO)),
         "auto, times as long as off",
     ]
     rows = []
@@ -66,7 +66,7 @@ def speed(measured: Measured) -> str:
             [
                 str(case),
                 *times,
-                *(_ratio(measured, case, mode, SEQUENTIAL) for mode in (FAST, AUTO)),
+                *(_ratio(measured, case, mode, SEQUENTIAL) for mode in (FAST, UNLIMITED, AUTO)),
                 _ratio(measured, case, NONE, AUTO),
             ]
         )

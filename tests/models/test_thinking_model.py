@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from models import thinking_eval, thinking_model, thinking_text, train_thinking
+from models import demo_model, thinking_eval, thinking_model, thinking_text, train_thinking
 from models.demo_model import Shape
 from models.demo_tokenizer import load_tokenizer
+from models.tasks.batches import Source
 from models.thinking_eval import samples
 from models.thinking_text import SEED_SAMPLE
 from models.thinking_tokenizer import CHUNK, gold, thought_ids
+from models.train_thinking import Training
 
 COIN = Path(thinking_model.__file__).parent / "coin"
 
@@ -46,8 +48,9 @@ def test_without_states_the_backbone_is_a_llama(coin, tokenizer):
 
 def test_the_parallel_forward_is_the_chunkwise_one_on_the_same_thoughts(coin, tokenizer):
     prompt, texts = gold(tokenizer, samples(10, 1, 4)[0])
-    spelled = [thought_ids(tokenizer, text) for text in train_thinking.THOUGHTS]
-    known = torch.tensor([[train_thinking.THOUGHTS.index(text) for text in texts]])
+    numbers = {"": 0, "heads": 1, "tails": 2}
+    spelled = [thought_ids(tokenizer, text) for text in numbers]
+    known = torch.tensor([[numbers[text] for text in texts]])
     ids = prompt[: CHUNK * len(texts)]
     with torch.inference_mode():
         out, read = coin(torch.tensor([ids]), train_thinking.states_of(coin, spelled, known))
@@ -81,11 +84,16 @@ def test_generated_chunks_are_thought_about_only_while_decoding():
     assert more_tokens[:1] == tokens[:1]
 
 
-@pytest.mark.parametrize("think", [True, False])
-def test_training_lowers_the_loss(tokenizer, think):
-    model = small()
-    losses = train_thinking.train(model, tokenizer, 12, 1, think=think)
+@pytest.mark.parametrize(("task", "kind"), [("coin", "thinking"), ("variables", "cot")])
+def test_training_lowers_the_loss_and_goes_on_after_a_stop(tokenizer, task, kind, tmp_path, monkeypatch):
+    def training():
+        return Training(small(), Source(tokenizer, task, kind, 1, 12), gaps=True, kept=tmp_path / "training.pt")
+
+    monkeypatch.setattr(train_thinking, "SAVED_EVERY", 8)
+    losses = training().run()
     assert sum(losses[-3:]) < sum(losses[:3])
+    again = training()
+    assert again.run() == losses[8:]
 
 
 def test_a_checkpoint_is_read_as_it_was_written(tmp_path):
@@ -94,6 +102,16 @@ def test_a_checkpoint_is_read_as_it_was_written(tmp_path):
     again = thinking_model.load(tmp_path)
     assert (again.shape, again.config, again.end) == (model.shape, model.config, model.end)
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_model_without_thinking_is_saved_as_a_plain_decoder(tmp_path):
+    model, ids = small(), torch.arange(3, 14)[None]
+    train_thinking.save_plain(model, tmp_path)
+    plain = demo_model.load(tmp_path)
+    with torch.inference_mode():
+        rows, _ = model(ids, torch.zeros(*ids.shape, model.shape.hidden_size))
+        torch.testing.assert_close(plain(ids), rows)
+    assert "thinking" not in json.loads((tmp_path / "config.json").read_text())
 
 
 def test_the_checkpoint_thinks_through_fresh_stories_chunk_by_chunk(coin, tokenizer):

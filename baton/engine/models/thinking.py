@@ -79,6 +79,8 @@ class Thinker:
         self._scratch = Scratch(embed.dtype, embed.device)
         self._states: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
         self.cheap_rows = CHEAP_ROWS.get(embed.device.type, CHEAP_ROWS["cuda"])
+        # Mode fast computes the rest of the prompt in each forward, except where rows take long.
+        self.unlimited = embed.device.type != "cpu"
         self.zeros = embed.new_zeros(self.config.chunk_size, self.hidden_size)
 
     def named(self, model: str) -> str:

@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from baton.engine.determinism.shapes import FixedShapes
 from baton.engine.models.loading import load_model
 from baton.engine.models.thinking import Mode
+from baton.engine.thinking import ALL, Notes, Thinking
 from baton.errors import InvalidRequest
 from tests.support import engines
 from tests.support.engines import key_of, numbers, run, spec_of
@@ -107,12 +108,32 @@ def test_families_and_forms(tmp_path, family, changed):
     assert any(thoughts)
 
 
-def test_rounds_are_the_thoughts_and_one(modes):
+def test_rounds_are_the_thoughts_and_one(modes, monkeypatch):
+    """Without a limit, as on a GPU. The limit of a CPU adds forwards without a thought."""
+    more = 0
     for seed in range(8):
         spec = asked_for(seed, 80 + seed, 1)
-        found, by_chunk = run(engine_of(modes["fast"]), [spec]), run(engine_of(modes["sequential"]), [spec])
-        assert found.steps == needed_rounds(found.thoughts[key_of(0)], len(spec))
-        assert by_chunk.steps == -(-len(spec) // CHUNK) > found.steps
+        limited, by_chunk = run(engine_of(modes["fast"]), [spec]), run(engine_of(modes["sequential"]), [spec])
+        with monkeypatch.context() as patched:
+            patched.setattr(modes["fast"].thinker, "unlimited", True)
+            found = run(engine_of(modes["fast"]), [spec])
+        assert answer(found) == answer(limited) == answer(by_chunk)
+        assert found.steps == needed_rounds(found.thoughts[key_of(0)], len(spec)) <= limited.steps
+        assert by_chunk.steps == -(-len(spec) // CHUNK) > limited.steps
+        more += limited.steps - found.steps
+    assert 0 < more < 8
+
+
+def test_a_limited_forward_follows_the_distances_of_thoughts():
+    thinking = Thinking(Notes(1), CHUNK, until=ALL, shared=0, ahead=16, least=1)
+    found = []
+    for tokens, stopped in [(16, False), (8, True), (4, True), (4, True), (12, False), (24, True)]:
+        thinking.update_ahead(tokens, stopped=stopped)
+        found.append(thinking.ahead)
+    assert found == [32, 36, 21, 16, 32, 25]
+    unlimited = Thinking(Notes(1), CHUNK, until=ALL, shared=0)
+    unlimited.update_ahead(4, stopped=True)
+    assert unlimited.ahead == ALL
 
 
 def test_nothing_is_thought_when_it_is_off(modes, reference):
