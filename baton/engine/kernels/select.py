@@ -12,7 +12,7 @@ import torch
 
 from baton.engine.kernels.base import Kernels, Splits
 from baton.engine.kernels.cpu.compiler import Unavailable, chosen_level, load_library
-from baton.engine.kernels.cpu.kernel_choice import load_profile, profile_path
+from baton.engine.kernels.cpu.kernel_choice import UNIFIED, Ideas, load_profile, profile_path
 from baton.engine.kernels.cpu.ops import ELEMENTS, CompiledBlockCopy, CpuKernels
 from baton.engine.kernels.cpu.sampling import CompiledDraw
 from baton.engine.kernels.torch_reference import TorchKernels
@@ -42,9 +42,14 @@ def block_copy(kernels: Kernels) -> CompiledBlockCopy | None:
     return CompiledBlockCopy(kernels.library, kernels.element) if isinstance(kernels, CpuKernels) else None
 
 
-def choose_kernels(device: torch.device, dtype: torch.dtype, splits: Splits = "auto") -> Kernels:
-    """Return the fastest kernels for a device. `splits` is for CPU kernels: GPUs split by load, torch never splits."""
-    kernels = _fastest(device, dtype, splits)
+def choose_kernels(
+    device: torch.device, dtype: torch.dtype, splits: Splits = "auto", ideas: Ideas | None = None
+) -> Kernels:
+    """Return the fastest kernels for a device. `splits` is for CPU kernels: GPUs split by load, torch never splits.
+
+    `ideas` replaces what the profile decides. GPUs have only its unified maximum, and torch has none of it.
+    """
+    kernels = _fastest(device, dtype, splits, ideas)
     if splits != "auto" and not isinstance(kernels, CpuKernels):
         log.warning("attention_splits_without_effect", asked=splits, kernels=kernels.name)
     return kernels
@@ -76,16 +81,17 @@ def _has_triton(device: torch.device) -> bool:
     )
 
 
-def _fastest(device: torch.device, dtype: torch.dtype, splits: Splits) -> Kernels:
+def _fastest(device: torch.device, dtype: torch.dtype, splits: Splits, ideas: Ideas | None) -> Kernels:
     if _has_triton(device):
         os.environ.setdefault("TRITON_CACHE_DIR", str(baton_home() / "kernels" / "triton"))
         from baton.engine.kernels.gpu.ops import GpuKernels  # triton is not installed for CPUs
 
-        return GpuKernels.on(device)
+        return GpuKernels.on(device, UNIFIED if ideas and ideas.unified_max else None)
     if device.type != "cpu" or dtype not in ELEMENTS:
         return TorchKernels()
     try:
-        return CpuKernels(dtype, load_profile(profile_of(dtype)), splits=splits)
+        profile = load_profile(profile_of(dtype))
+        return CpuKernels(dtype, ideas.applied(profile) if ideas else profile, splits=splits)
     except Unavailable as why:
         log.info("kernels_torch", reason=str(why))
         return TorchKernels()

@@ -1,5 +1,6 @@
 """The arithmetic from benchmarks' measurements to the published figures."""
 
+from benchmarks.lib.flash_table import Results
 from benchmarks.lib.points import Point
 from benchmarks.lib.ratios import Measured, Sample, Setting, ratios
 
@@ -50,3 +51,24 @@ def test_dtypes_and_levels_are_compared_in_their_own_rounds() -> None:
     assert figures["int8_vs_llama.cpp_125m_1t_native_B1@128"] == 0.5
     assert figures["vs_best_peer_125m_min"] == figures["vs_best_peer_125m_min_bf16"] == 0.8, "of 16 or 32 bits"
     assert figures["vs_best_peer_125m_min_fp32"] == 0.4
+
+
+def test_an_idea_helps_if_its_ratio_is_above_1_and_a_profile_is_judged_by_other_rounds() -> None:
+    shape = {"width": 8, "k": 4}
+    times = {"flat": [9.0, 1.0], "tall": [9.0, 3.0], "torch": [9.0, 9.0], "padded": [9.0, 6.0], "single": [9.0, 4.0]}
+    tall, flat = ({"flat_rows": rows, "tall": True} for rows in (0, 96))
+    records = [
+        {"part": "attention", "context": 64, "rows": 1, "seconds": {"running": [4.0, 8.0], "unified": [2.0, 4.0]}},
+        {"part": "linear", "model": "x", "rows": 4, **shape, "seconds": times},
+        {"part": "choice", **shape, "measured": tall, "static": flat},
+        {"part": "demo", "count": 3, "of": 10, "lowest": -1.0, "highest": 2.0},
+        {"part": "skipped", "context": 64, "rows": 9, "why": "KV of 9 GiB"},
+    ]
+    results = Results({("avx2", "bf16"): records})
+    text, found = results.shown(), results.ratios()
+    assert (found["unified_max"], found["unified_max avx2 bf16"]) == (2.0, 2.0)
+    assert (found["flat_gemm"], found["flat_gemm_vs_single"]) == (2.0, 2.5), "over all rounds"
+    assert (found["dispatch"], found["dispatch_vs_tall"], found["dispatch_vs_static"]) == (0.333, 1.0, 0.333)
+    assert results.counts() == {"fall-backs of demo, avx2, bf16": 3}
+    assert "3 of 10" in text
+    assert "- not measured: avx2, bf16, 9 rows at 64: KV of 9 GiB" in text

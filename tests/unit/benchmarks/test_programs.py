@@ -22,8 +22,8 @@ from router.placement.policy import POLICIES
 from tests.support.compiled_kernels import compiled_or_skip
 
 PROGRAMS = sorted((ROOT / "benchmarks").glob("*.py"))
-PAGES = "determinism disaggregation engine experts local-prefill overload quantized router simulator".split()
-PAGES += ["thinking", "traces", "transfer"]
+PAGES = "determinism disaggregation engine experts flashdecoding local-prefill overload quantized router".split()
+PAGES += "simulator thinking traces transfer".split()
 PAGE_OF = {name: name for name in PAGES} | dict.fromkeys(("disaggregation-1b", "disaggregation-vllm"), "disaggregation")
 PAGE_OF |= dict.fromkeys(("soak-soak", "soak-control"), "faults") | {
     "kv_int8": "kv_int8",
@@ -66,6 +66,7 @@ RUNS: dict[str, tuple[tuple[str, ...], int]] = {  # options, and how many ratios
     "quantized": (TINY, 8),
     "experts": (TINY, 10),
     "kv_int8": (TINY, 5),
+    "flashdecoding": (("--tiny", "--levels", "avx2", "--dtypes", "fp32"), 18),
     "determinism": ((*TINY, "--requests", "16", "--answer", "8"), 3),
     "engine": (("--quick", *TINY, "--threads", "1", "--sizes", "L", "--points", "P512,B1@128", "--peers", "none"), 2),
     "sampling": (("--quick", "--rounds", "1"), 8),
@@ -74,6 +75,7 @@ RUNS: dict[str, tuple[tuple[str, ...], int]] = {  # options, and how many ratios
 }
 FOLDERS = {
     "choose": (),
+    "flashdecoding": ("--out",),
     "sampling": (),
     "engine": ("--out", "--cache"),
     "transfer": ("--out", "--cache"),
@@ -85,7 +87,7 @@ FOLDERS = {
 @pytest.mark.parametrize("program", RUNS)
 def test_a_program_measures_what_it_says(program: str, tmp_path: Path) -> None:
     options, least = RUNS[program]
-    if program == "sampling":
+    if program in {"flashdecoding", "sampling"}:
         compiled_or_skip(lambda: load_library("bf16"))
     folders = [part for name in FOLDERS.get(program, ("--cache",)) for part in (name, str(tmp_path / name[2:]))]
     text, last = run(program, *options, *folders)

@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,16 @@ from structlog.testing import capture_logs
 from baton.engine.kernels import select
 from baton.engine.kernels.cpu import compiler, kernel_choice, tuning
 from baton.engine.kernels.cpu.compiler import Machine, Unavailable, load_library, machine
-from baton.engine.kernels.cpu.kernel_choice import FLAT_ROWS, Choice, Profile, load_profile, save_profile, static_choice
+from baton.engine.kernels.cpu.kernel_choice import (
+    FLAT_ROWS,
+    Choice,
+    Ideas,
+    Profile,
+    load_profile,
+    save_profile,
+    static_choice,
+)
+from baton.engine.kernels.cpu.ops import CpuKernels
 from baton.engine.kernels.torch_reference import TorchKernels
 from baton.errors import ConfigError
 from tests.support.compiled_kernels import compiled_or_skip
@@ -184,10 +194,36 @@ def test_a_processor_with_a_tile_unit_leaves_many_rows_to_torch(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("attention", "expected"), [([2.0, 1.0], tuning.UNIFIED), ([1.0, 0.98], None), ([1.0, 2.0], None)]
+    ("attention", "expected"), [([2.0, 1.0], kernel_choice.UNIFIED), ([1.0, 0.98], None), ([1.0, 2.0], None)]
 )
 def test_the_preset_maximum_must_be_clearly_faster(attention, expected):
     assert tuning.make_profile(points(r1=2.0), attention).unified_max == expected
+
+
+@pytest.mark.parametrize(
+    ("ideas", "kernels"),
+    [
+        (Ideas(), ["flat", "flat", "torch"]),  # as the profile has it
+        (Ideas(flat_gemm=False), ["flat", "tall", "tall"]),
+        (Ideas(dispatch=False), ["flat", "flat", "flat"]),
+        (Ideas(flat_gemm=False, dispatch=False), ["tall", "tall", "tall"]),
+    ],
+)
+def test_each_idea_is_a_switch_of_its_own(ideas: Ideas, kernels: list[str]):
+    measured = Profile({(64, 32): Choice(7, tall=False)}, unified_max=5.0)
+    for unified in (False, True):
+        found = replace(ideas, unified_max=unified).applied(measured)
+        assert [found.choice(64, 32).product(rows) for rows in (1, 7, 8)] == kernels
+        assert found.unified_max == (kernel_choice.UNIFIED if unified else None)
+
+
+def test_ideas_replace_what_the_profile_decides(monkeypatch):
+    monkeypatch.setattr(select, "load_profile", lambda _: Profile(unified_max=5.0))
+    for ideas, expected in ((None, 5.0), (Ideas(), None), (Ideas(unified_max=True), kernel_choice.UNIFIED)):
+        made = select.choose_kernels(torch.device("cpu"), torch.float32, ideas=ideas)
+        if not isinstance(made, CpuKernels):
+            pytest.skip("no compiled CPU kernels here")
+        assert made.profile.unified_max == expected
 
 
 def test_a_profile_survives_the_disk_and_is_added_to(tmp_path):

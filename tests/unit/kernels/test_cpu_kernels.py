@@ -9,7 +9,7 @@ import torch
 from baton.engine.kernels.base import HeadNorms, Rotation
 from baton.engine.kernels.cpu.attention import CompiledAttention
 from baton.engine.kernels.cpu.compiler import load_library
-from baton.engine.kernels.cpu.kernel_choice import Choice, Profile
+from baton.engine.kernels.cpu.kernel_choice import Choice, Ideas, Profile
 from baton.engine.kernels.cpu.ops import ELEMENTS, CpuKernels
 from baton.engine.kernels.torch_attention import PagedAttention
 from baton.engine.kernels.torch_reference import TorchKernels, TorchLinear
@@ -145,12 +145,15 @@ def case(seed: int, lengths, heads: int, kv_heads: int, dim: int, value_dim: int
     return made.batch, made.query, made.keys, made.values
 
 
-def attend(kernels: CpuKernels, data, window, *, unified=None, splits=None, **options) -> torch.Tensor:
+def attend(kernels: CpuKernels, data, window, *, unified=None, splits=None, fallbacks=0, **options) -> torch.Tensor:
+    """Return the result of compiled attention, after a check of its number of fall-backs."""
     batch, query, keys, values = data
     element = ELEMENTS[query.dtype]
     attention = CompiledAttention(load_library(element), element, window, unified, splits, **options)
     out = torch.full((len(query), query.shape[1] * values.shape[3]), torch.nan, dtype=query.dtype)
-    return attention.bind(batch, BLOCK, query.shape[2] ** -0.5)(query, keys, values, out)
+    attention.bind(batch, BLOCK, query.shape[2] ** -0.5)(query, keys, values, out)
+    assert attention.fallbacks == fallbacks
+    return out
 
 
 def reference(data, window) -> torch.Tensor:
@@ -200,12 +203,34 @@ def test_a_row_outside_the_unified_range_falls_back_alone(kernels, dtype, seed, 
     loud = query.clone()
     positions = keys[batch.block_tables[1, 0].item(), 3, 0]  # a key of the second sequence
     loud[1, 0] = (positions * outlier / positions.float().square().sum() * 8).to(dtype)
-    found = attend(kernels, (batch, loud, keys, values), None, unified=0.0)
+    found = attend(kernels, (batch, loud, keys, values), None, unified=0.0, fallbacks=1)
     close(found, reference((batch, loud, keys, values), None), dtype)
     others = [0, 2, 3]
     assert torch.equal(found[others], calm[others])
     assert not torch.equal(found[1], calm[1])
     assert torch.equal(found[1, 64:], calm[1, 64:])  # the same row's other heads
+
+
+@pytest.mark.parametrize("unified", [400.0, -400.0])
+def test_all_rows_fall_back_if_all_weights_are_zero_or_infinite(kernels, dtype, seed, unified):
+    data = case(seed, SPLIT, 6, 2, 64, 64, dtype)
+    for splits, parts in ((1, 1), (2, 2)):  # the first two sequences have one split that is not empty
+        rows = 4 * parts + 3 - 2 * (parts - 1)
+        close(
+            attend(kernels, data, None, unified=unified, splits=splits, fallbacks=6 * rows),
+            reference(data, None),
+            dtype,
+        )
+
+
+def test_kernels_count_the_fallbacks_of_all_windows(dtype, seed):
+    batch, query, keys, values = case(seed, [(1, 40), (3, 70)], 4, 2, 64, 64, dtype)
+    query[0, 1] *= 1000
+    for unified, count in ((True, 3), (False, 0)):
+        kernels = CpuKernels(dtype, Ideas(unified_max=unified).applied(Profile()))
+        for window in (None, 30, None):
+            kernels.attention(batch, BLOCK, window, 0.2)(query, keys, values, torch.empty(4, 4 * 64, dtype=dtype))
+        assert kernels.fallbacks == count
 
 
 def test_one_attention_serves_batch_after_batch(kernels, dtype, seed):

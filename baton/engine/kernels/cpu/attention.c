@@ -6,7 +6,8 @@
  * weighted values), and `join` combines them at the end.
  *
  * Softmax uses base 2 (scores are multiplied by log2 e) and a running maximum. If `unified`, it subtracts a preset
- * constant instead, so that nothing is rescaled; rows with scores outside the safe range are then computed again.
+ * constant instead, so that no maximum is found and nothing is rescaled; rows with totals outside the safe range are then
+ * computed again, and counted.
  *
  * In fixed batches, the bits of a row do not depend on its place, on other rows, or on the number of new tokens of its
  * sequence: chunks begin at multiples of CHUNK, there is one split, and invisible positions have weight 0. */
@@ -26,7 +27,7 @@
 #define MOST_VECTORS 8
 #define VECTORS_OF(rows) ((rows) == 1 ? 8 : (rows) <= 3 ? 4 : 2)
 #endif
-#define SAFE 80.0f /* 2^SAFE and 2^-SAFE are far from the limits of float32 */
+#define SAFE 0x1p80f /* a total; it and its inverse are far from the limits of float32 */
 
 typedef struct {
     int32_t sequence, token, tokens, head, heads, begin, end, partial, splits;
@@ -285,19 +286,26 @@ static void softmax_row(const attention_args *a, workspace_t *work, long r, long
     const V scale = v_set(a->scale * LOG2E), none = v_set(-INFINITY);
     float *scores = work->scores + r * CHUNK;
     const long limit = work->limit[r] - at, lower = work->lower[r] - at;
-    V s[GROUPS], best = none;
+    V s[GROUPS];
     for (int j = 0; j < GROUPS; j++) s[j] = v_load(scores + j * LANES) * scale;
     if (a->levels)
         for (int j = 0; j < GROUPS; j++) s[j] *= v_load(work->key_scales + j * LANES);
     if (limit < CHUNK || lower > 0)
         for (int j = 0; j < GROUPS; j++) s[j] = v_within(s[j], lower - j * LANES, limit - j * LANES, none);
-    for (int j = 0; j < GROUPS; j++) best = OP(max_ps)(best, s[j]);
-    const float before = work->most[r];
-    /* Most chunks have no new maximum, and then nothing is reduced or rescaled. */
-    const int higher = v_any_above(best, v_set(before));
-    const float top = higher ? v_top(best) : before;
-    /* Before the first visible position any base works, because all weights are 0. */
-    const float base = unified ? a->phi * LOG2E : top > -INFINITY ? top : 0;
+    float base = a->phi * LOG2E;
+    work->shrink[r] = 1.0f;
+    if (!unified) {
+        V best = none;
+        for (int j = 0; j < GROUPS; j++) best = OP(max_ps)(best, s[j]);
+        const float before = work->most[r];
+        /* Most chunks have no new maximum, and then nothing is reduced or rescaled. */
+        const int higher = v_any_above(best, v_set(before));
+        const float top = higher ? v_top(best) : before;
+        /* Before the first visible position any base works, because all weights are 0. */
+        base = top > -INFINITY ? top : 0;
+        if (higher) work->shrink[r] = power(before - top);
+        work->most[r] = top;
+    }
     part_t *weights = (part_t *)(work->weights + r * CHUNK);
     V sum = v_set(0);
     for (int j = 0; j < GROUPS; j++) {
@@ -305,10 +313,8 @@ static void softmax_row(const attention_args *a, workspace_t *work, long r, long
         sum += p;
         store_parts(weights + j * LANES, a->levels ? (V)(p * v_load(work->value_scales + j * LANES)) : p);
     }
-    work->shrink[r] = unified || !higher ? 1.0f : power(before - top);
     float *totals = work->totals + r * LANES;
     v_store(totals, OP(fmadd_ps)(v_load(totals), v_set(work->shrink[r]), sum));
-    work->most[r] = top;
 }
 
 /* Processes rows [first, first + n) of one KV head, with queries `left`, for the chunk at `at`. */
@@ -387,19 +393,22 @@ static void write_results(const attention_args * a, const task_t *t, const works
     }
 }
 
-static void task(const attention_args * a, const task_t *t, workspace_t *work) {
+/* Returns how many rows of the task left the unified maximum. */
+static long task(const attention_args * a, const task_t *t, workspace_t *work) {
     const int n = t->tokens * t->heads;
     int rows[MAX_ROWS];
     for (int i = 0; i < n; i++) rows[i] = i;
     run(a, t, work, rows, n, (int)a->unified);
     write_results(a, t, work, rows, n, (int)a->unified);
-    if (!a->unified) return;
+    if (!a->unified || t->begin >= t->end) return 0;
     long recomputed = 0;
+    /* A row's total shows where its best score is: at least its weight, at most that times the positions. */
     for (int i = 0; i < n; i++)
-        if (work->most[i] > -INFINITY && !(fabsf(work->most[i] - a->phi * LOG2E) <= SAFE)) rows[recomputed++] = i;
-    if (!recomputed) return;
+        if (!(work->total[i] >= 1 / SAFE && work->total[i] <= SAFE)) rows[recomputed++] = i;
+    if (!recomputed) return 0;
     run(a, t, work, rows, recomputed, 0);
     write_results(a, t, work, rows, recomputed, 0);
+    return recomputed;
 }
 
 /* Combines the splits of one task's rows. Each has weight 2^(its maximum - the greatest) times its total. */
@@ -409,7 +418,8 @@ static void join(const attention_args * a, const task_t *t) {
         const float *parts = a->partials + (t->partial + r) * width;
         const long step = t->heads * width;
         float most = -INFINITY, total = 0, weight[MAX_SPLITS];
-        for (long i = 0; i < t->splits; i++) most = fmaxf(most, parts[i * step]);
+        for (long i = 0; i < t->splits; i++) /* an empty split has the unified maximum, which may be far above the others */
+            if (parts[i * step + 1] > 0) most = fmaxf(most, parts[i * step]);
         for (long i = 0; i < t->splits; i++) {
             weight[i] = parts[i * step + 1] > 0 ? power(parts[i * step] - most) : 0;
             total += weight[i] * parts[i * step + 1];
@@ -424,17 +434,20 @@ static void join(const attention_args * a, const task_t *t) {
     }
 }
 
-void NAME(attention)(const attention_args * a, workspace_t *workspaces, long joins, int threads) {
+/* Returns the sum of `task`. */
+long NAME(attention)(const attention_args * a, workspace_t *workspaces, long joins, int threads) {
+    long recomputed = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-#pragma omp for schedule(dynamic, 1)
-        for (long i = 0; i < a->count; i++) task(a, a->tasks + i, workspaces + omp_get_thread_num());
+#pragma omp for schedule(dynamic, 1) reduction(+ : recomputed)
+        for (long i = 0; i < a->count; i++) recomputed += task(a, a->tasks + i, workspaces + omp_get_thread_num());
         if (joins) {
 #pragma omp for schedule(static)
             for (long i = 0; i < a->count; i++)
                 if (a->tasks[i].splits > 1) join(a, a->tasks + i);
         }
     }
+    return recomputed;
 }
 #undef BY_COUNT
 

@@ -50,7 +50,8 @@ def is_compiled(dim: int, value_dim: int | None = None) -> bool:
 class CompiledAttention:
     """Implementation of `baton.engine.kernels.base.Attention` for one window, rebound to each batch. `unified_max` is a
     constant subtracted from scores instead of their maximum; None means a running maximum. `splits` is the number of
-    ranges per decode context and takes precedence over `by`; None means that `by` decides.
+    ranges per decode context and takes precedence over `by`; None means that `by` decides. `fallbacks` counts the rows
+    (token, head and split) that left the constant, because their best score is outside its range.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class CompiledAttention:
         self._batch: Batch
         self._fallback: Attention | None = None
         self._planned: tuple[int, int] | None = None  # heads and KV heads of the current tasks
+        self.fallbacks = 0
 
     def bind(self, batch: Batch, block_size: int, scale: float) -> CompiledAttention:
         self._batch, self._planned, self._fallback = batch, None, None
@@ -102,7 +104,7 @@ class CompiledAttention:
         args.v_block, args.v_token, args.v_head = strides_of(values)
         args.levels = keys.dtype is torch.int8
         workspaces, joins = ctypes.c_void_p(self._workspaces.data_ptr()), ctypes.c_long(self._joins)
-        self._run(ctypes.byref(args), workspaces, joins, threads)
+        self.fallbacks += self._run(ctypes.byref(args), workspaces, joins, threads)
         return out
 
     def _plan(self, heads: int, kv_heads: int, value_dim: int, threads: int) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import structlog
 
+from baton.engine.kernels.base import ANY_ROWS
 from baton.engine.kernels.cpu.compiler import SOURCES, machine
 from baton.hashing import fingerprint
 from baton.home import baton_home
@@ -18,6 +19,9 @@ log = structlog.get_logger()
 # Most rows up to which the flat kernel leads, fewer if rows of W are long: docs/design/kernels.md.
 FLAT_ROWS, LONG_K, FLAT_ROWS_LONG = 96, 4096, 32
 TILE_UNIT = "amx_bf16"  # a matrix unit for bfloat16, used by torch but not by the compiled kernels
+
+
+UNIFIED = 0.0  # constant of the unified maximum, in units of scaled scores
 
 
 class Choice(NamedTuple):
@@ -46,6 +50,28 @@ class Profile:
     def merged(self, other: Profile) -> Profile:
         """Return this profile with the measurements of `other`, which take precedence."""
         return Profile(self.choices | other.choices, other.unified_max, self.static)
+
+
+@dataclass(frozen=True, slots=True)
+class Ideas:
+    """Switches for the three ideas of FlashDecoding++ (arXiv 2311.01282), with the defaults of the engine.
+
+    `unified_max`: attention subtracts a constant. `flat_gemm`: products of 2 and more rows may take the flat kernel;
+    without it they take the tall one, which serves prompts. `dispatch`: the number of rows decides by the profile;
+    without it, all numbers of rows take the same kernel.
+    """
+
+    unified_max: bool = False
+    flat_gemm: bool = True
+    dispatch: bool = True
+
+    def applied(self, profile: Profile) -> Profile:
+        """Return the profile with these ideas on or off."""
+        unified = UNIFIED if self.unified_max else None
+        if self.flat_gemm and self.dispatch:
+            return replace(profile, unified_max=unified)
+        rows = ANY_ROWS if self.flat_gemm else int(self.dispatch)
+        return Profile(unified_max=unified, static=Choice(rows, tall=True))
 
 
 def static_choice(k: int) -> Choice:

@@ -232,6 +232,11 @@ class CpuKernels:
         products += sorted(self._quantized_shapes)
         return (self.name, Path(self.library._name).stem, f"unified {self.profile.unified_max}", *products)
 
+    @property
+    def fallbacks(self) -> int:
+        """Rows of attention that left the unified maximum, over all forwards: see `CompiledAttention`."""
+        return sum(attention.fallbacks for attention in self._attention.values())
+
     def attention(self, batch: Batch, block_size: int, window: int | None, scale: float) -> CompiledAttention:
         if window not in self._attention:
             unified = self.profile.unified_max

@@ -19,7 +19,7 @@ import torch
 from baton.engine.batch import Batch
 from baton.engine.kernels.base import Linear
 from baton.engine.kernels.cpu.attention import CompiledAttention
-from baton.engine.kernels.cpu.kernel_choice import Choice, Profile, static_choice
+from baton.engine.kernels.cpu.kernel_choice import UNIFIED, Choice, Profile, static_choice
 from baton.engine.kernels.cpu.ops import CompiledLinear, CpuKernels
 from baton.engine.kernels.torch_reference import TorchLinear
 
@@ -29,7 +29,6 @@ COLD_COPIES = 64
 NOISE = 1.05
 REPEATS = 5
 BLOCK_SIZE = 16
-UNIFIED = 0.0
 
 
 class Point(NamedTuple):

@@ -87,9 +87,9 @@ class GpuKernels(TorchKernels):
         self.processors, self.varlen, self.unified, self.generation = processors, varlen, unified, generation
 
     @classmethod
-    def on(cls, device: torch.device) -> GpuKernels:
+    def on(cls, device: torch.device, unified: float | None = None) -> GpuKernels:
         found = torch.cuda.get_device_properties(device)
-        return cls(found.multi_processor_count, find_varlen(), generation=found.major)
+        return cls(found.multi_processor_count, find_varlen(), unified, found.major)
 
     def rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> Tensor:
         return triton_rows.rms_norm(x, delta, weight, eps, out)

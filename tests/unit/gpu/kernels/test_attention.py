@@ -6,7 +6,8 @@ import torch
 from baton.engine.kernels.gpu.ops import GpuKernels
 from baton.engine.kernels.gpu.shapes import Tiles
 from baton.engine.kernels.gpu.triton_attention import Pieces, decode_attention, prefill_attention
-from benchmarks.lib.device import CASES, Case, attention_error
+from benchmarks.lib import flash_gpu
+from benchmarks.lib.device import CASES, Case, attention_error, batch_of
 from tests.support.paged_attention import paged
 
 pytestmark = pytest.mark.sample(4)
@@ -114,6 +115,16 @@ def test_one_loud_row_alone_leaves_the_unified_maximum(split, device, dtype, see
     constant = torch.tensor(0.5 * 1.4426950408889634)
     left = pieces.bases != constant.to(device)
     assert left.flatten(1).any(1).tolist() == [False, True, False]
+
+
+def test_the_benchmark_counts_the_rows_that_leave_the_unified_maximum(device):
+    (found,) = flash_gpu.attention(device, (4, 2, 16), [40], [3], 1)
+    assert set(found["seconds"]) == {"running", "unified"}
+    assert found["count"] == 0
+    batch = batch_of([1] * 3, [40] * 3, 16, device)
+    query, keys, values = (torch.ones(n, *shape, device=device) for n, *shape in ((3, 4, 16), *[(10, 16, 2, 16)] * 2))
+    query[1, 2] *= 100
+    assert flash_gpu.left(*flash_gpu.decode(batch, query, keys, values)) == 1
 
 
 def test_the_unified_maximum_is_left_downwards_too(device, dtype, seed):
