@@ -22,6 +22,7 @@ MAX_PROMPT_SCORES = 1_000_000  # of one HTTP request: about 60 bytes each in the
 MAX_PRIORITY = 100
 MAX_RESUMABLE_S = 600
 MAX_RECORD_BYTES = 2**20  # per stream, for events (about 10,000 tokens without logprobs) and again for thoughts
+MAX_OPENED_TOKENS = 65_536  # of a receipt's opening: about 20 bytes each, and a client takes 4 MiB
 MAX_SHOWN_MODEL_CHARS = 128
 MAX_CHAT_BYTES = 1_000_000
 MAX_CHAT_MESSAGES = 10_000

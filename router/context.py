@@ -15,6 +15,8 @@ from baton.errors import ConfigError
 from baton.event_journal import History
 from baton.ledger.prefix_index import PrefixIndex
 from baton.metrics import Metrics
+from baton.receipts.issuer import Issuer
+from baton.receipts.keys import ReceiptKey
 from baton.rpc.channel import Wire
 from router.activity import ActivityRecorder
 from router.admission.admission import Admission, QueueLimits
@@ -65,6 +67,7 @@ class RouterSettings:
     history: str | None = None  # a folder; see `baton.event_journal`
     tls: TlsConfig | None = None
     tokens: str | None = None  # a file; see `router.auth.tokens`
+    receipt_key: str | None = None  # a file; see `baton.receipts.keys`
     resumable_s: float = 0.0  # default time that a stream continues without a router
     think_while_decoding: bool = False  # default for requests to a model that thinks
     scale: Mapping[Role, tuple[int, int]] = field(default_factory=lambda: dict.fromkeys(Role, (1, 4096)))  # of pools
@@ -102,6 +105,7 @@ class RouterContext:
     running: RunningRequests
     sinks: Sinks
     exporter: Exporter | None
+    issuer: Issuer | None  # of receipts; None without a key
 
 
 def build_context(
@@ -118,6 +122,7 @@ def build_context(
 
     wire = Wire.of(settings.tls)
     tokens = TokenFile(settings.tokens) if settings.tokens else None
+    issuer = Issuer(ReceiptKey.read(settings.receipt_key), settings.model) if settings.receipt_key else None
     router_id = f"router-{secrets.token_hex(4)}"
     history = History.open(settings.history, clock, "router", router_id)
     metrics = Metrics(settings.name, settings.version, settings.model)
@@ -145,4 +150,5 @@ def build_context(
     slo = settings.slo_ttft_s, settings.slo_itl_s
     sinks = Sinks(router_id, clock, history, metrics, ActivityRecorder(clock), traces, *slo)
     dispatch = Dispatch(admission, pool, streams or no_streams, clock, settings.attempts)
-    return RouterContext(settings, wire, tokens, pool, admission, dispatch, RunningRequests(), sinks, exporter)
+    running = RunningRequests()
+    return RouterContext(settings, wire, tokens, pool, admission, dispatch, running, sinks, exporter, issuer)

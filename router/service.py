@@ -24,6 +24,7 @@ from router.auth.tokens import Concurrency, limited, may_cancel
 from router.context import RouterContext
 from router.parsing.generate_request import RequestParser, check_resumes, needs_thread, resumed_name
 from router.parsing.model_defaults import sampling_defaults
+from router.parsing.receipts import with_implied
 from router.parsing.token_pieces import token_pieces
 from router.request.client_request import ClientCall, ClientRequest
 from router.request.delivery import Context, EventStream, StallTimeout
@@ -47,6 +48,7 @@ class Inference(InferenceServicer):
             defaults=sampling_defaults(tokenizer) if settings.generation_defaults else None,
             tool_parser=settings.tool_parser,
             reasoning_parser=settings.reasoning_parser,
+            issuer=context.issuer,
         )
         self._concurrency, self._texts = Concurrency(), Concurrency()
         self._stall = StallTimeout(settings.client_stall_s)
@@ -60,7 +62,7 @@ class Inference(InferenceServicer):
         await self._serve(request, context, resumes=True)
 
     async def _serve(self, message: pb.ResumeRequest, context: Context, *, resumes: bool = False) -> None:
-        request = message.request
+        request = with_implied(message.request)
         left_s = cast("float | None", context.time_remaining())  # None: no deadline; the stubs lack it
         most_s = self._settings.max_request_s
         task = cast("asyncio.Task[None]", asyncio.current_task())
@@ -88,7 +90,8 @@ class Inference(InferenceServicer):
             call.observer.ended(request, errors.for_client(error))
             await abort(context, error, call.name)
         else:
-            completed.ClearField("spans")  # the client has received them
+            completed.ClearField("spans")  # the client has received them, and only it gets a receipt
+            completed.ClearField("receipt")
             call.observer.ended(request, None, **_facts(completed))
             if _has_key(context, KEEPS):
                 await self._running.keep(call)

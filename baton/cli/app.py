@@ -28,6 +28,7 @@ from baton.cli.inspect.trace import trace
 from baton.cli.requests.bench import bench_app
 from baton.cli.requests.chat import chat
 from baton.cli.requests.generate import generate
+from baton.cli.requests.replay import replay
 from baton.cli.setup.certs import certs
 from baton.cli.setup.config import config_app
 from baton.cli.setup.doctor import doctor
@@ -42,7 +43,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 _FUNCTIONS: tuple[Callable[..., None], ...] = (
-    *(serve, up, down, demo, pull, generate, chat, status, top, logs, trace, scale, drain, restart),
+    *(serve, up, down, demo, pull, generate, chat, replay, status, top, logs, trace, scale, drain, restart),
     *(doctor, certs, plan, profile, quantize, router, prefill_worker, decode_worker, gateway, controller),
 )
 COMMANDS = {function.__name__.replace("_", "-"): function for function in _FUNCTIONS}

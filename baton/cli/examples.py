@@ -4,7 +4,7 @@ from __future__ import annotations
 
 PANELS = {
     "Start and stop": ("serve", "up", "down", "demo", "pull"),
-    "Send requests": ("generate", "chat", "bench"),
+    "Send requests": ("generate", "chat", "replay", "bench"),
     "Observe": ("status", "top", "logs", "trace"),
     "Change a running cluster": ("scale", "drain", "restart"),
     "Set up and check": ("doctor", "config", "certs"),
@@ -23,6 +23,7 @@ EXAMPLES = {
         'generate "Hello" --deterministic --seed 7 --temperature 1',
     ),
     "chat": ('chat --system "Answer in one sentence."',),
+    "replay": ("replay receipt.json --prompt prompt.txt", "replay receipts/ --verify-only --public-key public.pem"),
     "bench": (
         "bench --concurrency 8 --requests 100",
         "bench --rate 5 --prompt-tokens 512 --max-tokens 64 --out a.json",

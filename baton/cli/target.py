@@ -44,10 +44,14 @@ def find_cluster(name: str | None, *, starting: bool = False) -> ClusterState:
     raise NoWorker(f"{problem}; set --name to one of: {names}")
 
 
-def check_tokens(config: ClusterConfig) -> None:
-    """Check the tokens file before anything starts, because the router will read it. Raises ConfigError."""
+def check_secrets(config: ClusterConfig) -> None:
+    """Check the files of tokens and of the receipt key before a router reads them. Raises ConfigError."""
     if config.security.tokens is not None:
         read_tokens(config.security.tokens)
+    if config.security.receipt_key is not None:
+        from baton.receipts.keys import ReceiptKey
+
+        ReceiptKey.read(config.security.receipt_key)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,10 +26,11 @@ class _ChoiceState:
     tail: str = ""  # text that came without a token, since the last token
     repeated: str = ""  # part of the tail that a resumed stream will repeat
     thoughts: list[Thought] = field(default_factory=list)
+    end_logprobs: TokenLogprobs | None = None
 
     def freeze(self) -> Choice:
         content = ("".join(self.text), tuple(self.tokens), tuple(self.logprobs))
-        return Choice(*content, self.finish_reason, self.matched_stop, tuple(self.thoughts))
+        return Choice(*content, self.finish_reason, self.matched_stop, tuple(self.thoughts), self.end_logprobs)
 
 
 class Fold:
@@ -47,6 +48,7 @@ class Fold:
         self._defaults = common.Sampling()  # that the router added to the request
         self.trace_id = ""
         self.trace: tuple[Span, ...] = ()
+        self.receipt = ""
         self._prompt: list[PromptToken] = []  # scored
         self._started = False  # an event has arrived; the request must not be sent again
         self._events = 0  # events of the current stream
@@ -100,6 +102,7 @@ class Fold:
                 self.system_fingerprint = event.completed.system_fingerprint
                 self.trace_id = event.completed.trace_id
                 self.trace = tuple(map(span_from_pb, event.completed.spans))
+                self.receipt = event.completed.receipt
         return None  # other events, also those of newer servers, are ignored
 
     def _received(self, choices: int) -> list[common.TokenIds]:
@@ -120,7 +123,7 @@ class Fold:
             raise self._broken("ended with an unfinished choice")
         choices = tuple(self._choice(index) for index in sorted(self._choices))
         rest = (self.usage, self.timings, self.placement, self.system_fingerprint, self.trace_id, self.trace)
-        return Completion(self.request_id, choices, *rest, self.prompt_logprobs)
+        return Completion(self.request_id, choices, *rest, self.prompt_logprobs, self.receipt)
 
     def _check_order(self, event: inference.GenerateEvent) -> None:
         if self.usage is not None:
@@ -181,6 +184,8 @@ class Fold:
             raise self._broken(f"choice {message.choice} ended twice")
         state.finish_reason, state.ended_in = reason, self.resumed
         state.matched_stop = message.matched_stop
+        if message.HasField("logprobs"):
+            state.end_logprobs = convert.token_logprobs_from_pb(message.logprobs)
 
     def _broken(self, what: str) -> EngineFault:
         return EngineFault(f"the stream of request {self.request_id!r} is broken: {what}")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from secrets import token_hex
 from typing import Self, TypeVar, Unpack
 
 import grpc
@@ -36,8 +37,12 @@ class Stream(Fold):
     text is repeated or lost. `resumed` counts these breaks.
     """
 
-    def __init__(self, client: Client, request: inference.GenerateRequest, timeout: float | None) -> None:
+    def __init__(
+        self, client: Client, request: inference.GenerateRequest, timeout: float | None, fingerprint: str = ""
+    ) -> None:
         super().__init__()
+        # A Resume without tokens is a new request that only workers with this fingerprint compute.
+        self.system_fingerprint, self.request_id = fingerprint, token_hex(16) if fingerprint else ""
         self._client = client
         self._request = request
         if not request.HasField("resumable_s"):
@@ -88,7 +93,7 @@ class Stream(Fold):
     def _send(self) -> wire.Call:
         client, left = self._client, self._attempts.remaining()
         stub = client._stubs.of(self._target)
-        if not self._started:
+        if not self.request_id:
             return stub.Generate(self._request, timeout=left, metadata=client._metadata)
         request = inference.ResumeRequest(request_id=self.request_id, request=self._request)
         request.received.extend(self._received(self._request.n))
@@ -177,8 +182,13 @@ class Client(ClientBase):
         with self.stream(prompt, timeout=timeout, **options) as stream:
             return stream.collect()
 
-    def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Stream:
-        return Stream(self, _messages.generate_request(prompt, options), timeout)
+    def stream(
+        self, prompt: Prompt, *, timeout: float | None = None, system_fingerprint: str = "", **options: Unpack[Options]
+    ) -> Stream:
+        """Send a request and return its stream. Only workers with `system_fingerprint`, unless it is empty, compute a
+        deterministic request.
+        """
+        return Stream(self, _messages.generate_request(prompt, options), timeout, system_fingerprint)
 
     def chat(
         self, messages: Chat, *, tools: Tools = (), timeout: float | None = None, **options: Unpack[Options]

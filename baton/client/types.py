@@ -43,6 +43,7 @@ class Options(TypedDict, total=False):
     logprobs: int | None  # (none) 0 returns those of the chosen tokens, k also those of the k best
     prompt_logprobs: int | None  # (none) the same for the tokens of the prompt, which is computed without its cache
     deterministic: bool | None  # (False) bit-identical on all workers with one system fingerprint
+    receipt: bool | None  # (False) return a receipt that the router signs; implies `deterministic`
     thoughts: bool | None  # (False) return a thinking model's thought about each chunk of its context
     think_while_decoding: bool | None  # (as in the cluster file) also think about generated tokens
     json_schema: str | Mapping[str, object] | None  # the format of the answer; at most one of these four
@@ -131,6 +132,7 @@ class Choice:
     finish_reason: FinishReason | None  # None while it runs
     matched_stop: str
     thoughts: tuple[Thought, ...] = ()  # if requested; in chunk order
+    end_logprobs: TokenLogprobs | None = None  # of the token that ended it and is not in `tokens`, if requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +148,7 @@ class Completion:
     trace_id: str = ""  # 32 hex digits
     trace: tuple[Span, ...] = ()  # if requested; ordered by start
     prompt_logprobs: tuple[PromptToken, ...] = ()  # if requested; one for each token of the prompt
+    receipt: str = ""  # if requested; a JSON object
 
     @property
     def text(self) -> str:

@@ -216,8 +216,9 @@ def _with_security(config: ClusterConfig, file: Path) -> ClusterConfig:
     tls = security.tls and security.tls.model_copy(
         update={part: _resolved(path, file) for part, path in security.tls.files().items()}
     )
-    tokens = security.tokens and _resolved(security.tokens, file)
-    return config.model_copy(update={"security": security.model_copy(update={"tls": tls, "tokens": tokens})})
+    files = {"tokens": security.tokens, "receipt_key": security.receipt_key}
+    found = {key: path and _resolved(path, file) for key, path in files.items()}
+    return config.model_copy(update={"security": security.model_copy(update={"tls": tls, **found})})
 
 
 def _resolved(path: str, file: Path) -> str:

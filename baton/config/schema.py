@@ -113,6 +113,9 @@ class SecurityConfig(Section):
         default=None, description="these files, or a folder with cert.pem, key.pem and ca.pem (see `baton certs`)"
     )
     tokens: str | None = Field(default=None, min_length=1, description="the token file, read again when it changes")
+    receipt_key: str | None = Field(
+        default=None, min_length=1, description="file of the Ed25519 key (PEM) that signs receipts; null means none"
+    )
     allow_insecure: Annotated[bool | tuple[str, ...], BeforeValidator(parse_allowed), WithJsonSchema(_ALLOWED)] = Field(
         default=False, description="true, or listeners that may lack TLS and tokens, such as [router.metrics]"
     )

@@ -180,7 +180,7 @@ def _job(
     options = body.stream_options or StreamOptions()
     return Job(
         requests, format=shown, rename=rename, n=body.n or 1, stream=bool(body.stream), logprobs=logprobs,
-        usage=bool(options.include_usage), running_usage=bool(options.continuous_usage_stats),
+        usage=bool(options.include_usage or body.receipt), running_usage=bool(options.continuous_usage_stats),
         thoughts=bool(body.thoughts), returns=returns,
     )  # fmt: skip
 
@@ -202,6 +202,7 @@ def _base_request(body: Common, max_tokens: int | None) -> pb.GenerateRequest:
         resumable_s=RESUMABLE_S if body.stream else 0.0,
         n=body.n,
         deterministic=body.deterministic,
+        receipt=body.receipt,
         thoughts=body.thoughts,
         think_while_decoding=body.think_while_decoding,
         priority=body.priority,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
 from collections import deque
@@ -180,6 +181,7 @@ class Answer:
         self._id = ""
         self._fingerprints: dict[int, str] = {}  # by call
         self._digests = [""] * len(job.requests)
+        self._signed = [""] * len(job.requests)  # receipts
         self._reasoned = 0  # tokens
 
     async def whole(self, streams: Streams) -> bytes:
@@ -328,6 +330,7 @@ class Answer:
             case "completed":
                 self._spend(event.completed.usage)
                 self._digests[number] = event.completed.usage.audit_digest
+                self._signed[number] = event.completed.receipt
                 self._fingerprints[number] = event.completed.system_fingerprint
                 self.measured.completed(event.completed.timings)
         return []
@@ -394,7 +397,12 @@ class Answer:
             usage["audit_digest"] = audit
         if self._usage.thinking_tokens:
             usage["thinking_tokens"] = self._usage.thinking_tokens
-        return {"usage": usage, "timings": as_json(self.measured.parts)}
+        return {"usage": usage, "timings": as_json(self.measured.parts)} | self._receipt()
+
+    def _receipt(self) -> Json:
+        """Return the receipt of the answer, or the receipts of several prompts as a list."""
+        found = [json.loads(each) for each in self._signed if each]
+        return {"receipt": found if self._signed[1:] else found[0]} if found else {}
 
     def _so_far(self, index: int) -> Json | None:
         """Return the usage of a choice so far, without cached tokens, which are known only at the end."""

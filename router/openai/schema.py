@@ -222,6 +222,7 @@ class Common(Body):
     cache_salt: str | None = None
     priority: Int32 | None = None
     deterministic: bool | None = None
+    receipt: bool | None = None
     thoughts: bool | None = None
     think_while_decoding: bool | None = None
     structured_outputs: StructuredOutputs | None = None

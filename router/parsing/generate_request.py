@@ -22,6 +22,7 @@ from typing import TypeAlias, TypeVar
 from baton import limits
 from baton.core import Constraint, Sampling, SequenceSpec
 from baton.errors import TOO_LONG, InvalidRequest, Overloaded, UnknownModel, Violation
+from baton.receipts.issuer import Issuer
 from baton.rpc import convert
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
@@ -29,6 +30,7 @@ from baton.structured_output import Grammars
 from baton.tokenizer import Tokenizer
 from router.parsing.chat import Chats
 from router.parsing.model_forms import REASONING, ends_in_reasoning, opens_reasoning
+from router.parsing.receipts import issuer_for, receipt_violations
 
 DEFAULT_MAX_TOKENS = 16
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
@@ -65,6 +67,7 @@ class ParsedRequest:
     exact: bool  # only repeat the record of the stream
     in_reasoning: bool  # the prompt ends inside opened reasoning
     scored: int  # prompt tokens whose log-probabilities the client has
+    issuer: Issuer | None  # of the receipt that the client wants
 
 
 class RequestParser:
@@ -72,7 +75,7 @@ class RequestParser:
     model's of sampling, are for unset fields.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (each is a setting of the router)
         self,
         tokenizer: Tokenizer,
         model: str,
@@ -83,6 +86,7 @@ class RequestParser:
         defaults: common_pb2.Sampling | None = None,
         tool_parser: str = "auto",
         reasoning_parser: str = "auto",
+        issuer: Issuer | None = None,
     ) -> None:
         self.tokenizer, self._names = tokenizer, (model, *aliases)
         self.defaults = defaults or common_pb2.Sampling()
@@ -91,7 +95,7 @@ class RequestParser:
         forms = {"auto": self.chats.reasoning_form, "none": ""}
         self.reasoning_form = forms.get(reasoning_parser, reasoning_parser)
         self.limiter = ParseLimiter()
-        self._grammars = Grammars(tokenizer)
+        self._grammars, self._issuer = Grammars(tokenizer), issuer
         self._thinks_by_default, self._resumable_s = think_while_decoding, resumable_s
 
     async def parse(
@@ -125,6 +129,7 @@ class RequestParser:
             exact=message.exact,
             in_reasoning=in_reasoning,
             scored=message.prompt_logprobs_received,
+            issuer=issuer_for(request, spec, self._issuer),
         )
 
     async def _spec(
@@ -134,7 +139,7 @@ class RequestParser:
         comes with whether the prompt ends inside reasoning.
         """
         self.check_model(message.model)
-        violations = list(_violations(message))
+        violations = [*_violations(message), *receipt_violations(message, self._issuer)]
         logprobs = message.logprobs if message.HasField("logprobs") else None
         whole = common_pb2.Sampling()
         whole.CopyFrom(self.defaults)

@@ -17,13 +17,13 @@ from baton.rpc.v1 import common_pb2, worker_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.stages import Stage
 from router.admission.admission import Admission, ticket_for
-from router.audit_digest import Delivered, audit_digest
 from router.parsing.generate_request import seed_of
 from router.request.attempt import Attempt, TakeoverAttempt
 from router.request.client_request import ClientRequest
-from router.request.delivery import Delivery, EventStream, Thoughts
+from router.request.delivery import EventStream, Thoughts
 from router.request.observer import ChoiceObserver
 from router.request.prompt_logprobs import PromptScores
+from router.request.proofs import delivery_of, prove
 from router.workers.placement import Placement, Requirements
 from router.workers.pool import WorkerPool
 
@@ -53,7 +53,7 @@ async def serve_request(dispatch: Dispatch, request: ClientRequest, client: Even
     find the prompt in the prefix cache. Raises the one typed error that ended it. The failure of one choice ends the
     others.
     """
-    call, spec = request.call, request.parsed.spec
+    call = request.call
     runs = [ChoiceRun(dispatch, request, choice) for choice in range(len(request.parsed.received))]
     if call.resumes and request.parsed.resumable_s:
         await asyncio.gather(*(run.find_detached() for run in runs))
@@ -62,8 +62,7 @@ async def serve_request(dispatch: Dispatch, request: ClientRequest, client: Even
     finally:
         for run in runs:
             run.release_held()
-    if spec.deterministic:
-        completed.usage.audit_digest = _audit(spec, runs)
+    prove(completed, request, [(run.delivery, run.observer) for run in runs])
     completed.trace_id = call.observer.trace.context.trace_id
     if request.parsed.wants_spans:
         await call.observer.trace.settled(call.deadline - dispatch.clock.monotonic())
@@ -71,14 +70,6 @@ async def serve_request(dispatch: Dispatch, request: ClientRequest, client: Even
     await client.completed(completed)
     call.observer.used(completed.usage)
     return completed
-
-
-def _audit(spec: SequenceSpec, runs: Sequence[ChoiceRun]) -> str:
-    """Return the audit digest, or "" if another router delivered some of the logprobs."""
-    answers = [Delivered(run.delivery.ids, run.delivery.logprobs or ()) for run in runs]
-    if spec.sampling.logprobs is not None and any(len(one.tokens) > len(one.logprobs) for one in answers):
-        return ""
-    return audit_digest(spec.prompt, spec.sampling, answers)
 
 
 async def _serve_all(runs: Sequence[ChoiceRun], client: EventStream) -> pb.Completed:
@@ -158,7 +149,7 @@ class ChoiceRun:
             call.observer, choice, self.request_id, call.stream(choice), parsed.spec, len(received)
         )
         self.started = asyncio.Event()  # set with the first token
-        self.delivery = Delivery(received, keeps_logprobs=self.spec.deterministic)
+        self.delivery = delivery_of(parsed, choice)
         self.thoughts = Thoughts(choice, parsed.spell)
         self.scores = PromptScores(self.spec, parsed.scored)
         self._failures = self._deaths = 0

@@ -131,6 +131,7 @@ class ChoiceObserver:
         self.tokens, self._received = received, received
         self.attempts = 0
         self.is_accepted = False
+        self.finish: Finish | None = None  # once it has ended
         self.choice, self.request_id = choice, request_id
         self.placed: Placement | None = None
         self.prompt_tokens, self.deterministic = len(spec.prompt), spec.deterministic
@@ -204,6 +205,7 @@ class ChoiceObserver:
     def finished(self, finish: Finish | None) -> Timings:
         """Record the end of a complete choice, and return its times. They sum to the time from arrival until now."""
         self.stages.end()
+        self.finish = finish
         if finish is not None:
             self.metrics.finished(finish.reason)
         return self.stages.timings()

@@ -1,6 +1,7 @@
 """A cluster with TLS and tokens, as a user starts it: every listener of its processes, its logs, and its Redis."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,12 @@ from baton.cli.setup.certs import certs
 from baton.core import Role
 from baton.ledger.embedded_redis import EmbeddedRedis
 from baton.ledger.redis_client import COMMANDS
+from baton.receipts.form import with_prompt
 from baton.rpc.channel import Wire
 from tests.integration.access_support import TOKENS, WRONG_TOKEN, ask, bearer, methods_of, token_file
 from tests.support.cluster_process import HANDED_OVER
-from tests.support.waiting import eventually
+from tests.support.load import read
+from tests.support.waiting import eventually, until_interrupted
 
 pytestmark = pytest.mark.slow
 PROMPT = "zebra-quartz-7781"
@@ -27,14 +30,18 @@ def files(tmp_path_factory):
     certs(folder / "tls", [], 30)
     certs(folder / "other", [], 30)
     token_file(folder / "tokens.yaml")
+    make = ("openssl", "genpkey", "-algorithm", "ed25519", "-out", folder / "receipt.pem")
+    subprocess.run(make, check=True, capture_output=True)
+    (folder / "receipt.pem").chmod(0o600)
     return folder
 
 
 @pytest.fixture(scope="module")
 def cluster(module_home, files):
-    sets = (f"security.tls={files / 'tls'}", f"security.tokens={files / 'tokens.yaml'}", "log.level=debug")
-    more = (HANDED_OVER, "model.path=oracle", "transfer.transport=grpc")
-    with module_home.cluster("configs/no-ray.yaml", *sets, *more) as running:
+    keys = {"tls": "tls", "tokens": "tokens.yaml", "receipt_key": "receipt.pem"}
+    sets = [f"security.{key}={files / name}" for key, name in keys.items()]
+    rest = ("transfer.transport=grpc", "router.queue.max_wait_s=60", "log.level=debug")
+    with module_home.cluster("configs/no-ray.yaml", *sets, HANDED_OVER, "model.path=oracle", *rest) as running:
         yield running
 
 
@@ -141,3 +148,28 @@ def test_a_limited_user_is_enough_and_every_key_expires(home, tmp_path):
         left = {key: admin.ttl(key) for key in admin.keys("*")}
         lasting = {key for key, ttl in left.items() if ttl < 0}
         assert lasting <= {b"baton:no-ray:epoch", b"baton:no-ray:counter"}, left
+
+
+def test_a_receipt_of_an_answer_that_outlived_its_decode_worker_is_equal_on_replay(cluster, alice, as_admin, tmp_path):
+    """The command takes TLS, token and public key from the local cluster."""
+    answers = []
+    long = {"max_tokens": 1500, "temperature": 0.8, "ignore_eos": True, "receipt": True}
+
+    def attempt():
+        with alice.stream(PROMPT, **long) as stream:
+            read(stream, 20)
+            pid = cluster.kill("decode-0")
+            answers.append(stream.collect())
+        cluster.wait_replaced("decode-0", pid)
+        return answers[-1].placement.attempts > 1
+
+    until_interrupted(attempt)
+    file = tmp_path / "receipt.json"
+    file.write_text(with_prompt(answers[-1].receipt, alice.tokenize(PROMPT)))
+    done = cluster.home.baton("replay", file, "--name", cluster.name)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{file}: equal\n", "")
+    changed = json.loads(file.read_text())
+    changed["sampling"]["temperature"] = "0.7"
+    file.write_text(json.dumps(changed))
+    done = cluster.home.baton("replay", file, "--name", cluster.name)
+    assert (done.returncode, "receipt.signature" in done.stdout) == (2, True)

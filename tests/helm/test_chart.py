@@ -14,7 +14,13 @@ Rendered = dict[str, Documents]
 EXTERNAL = {
     "gpu-rdma": {"Secret/registry", "Secret/hub", "PersistentVolumeClaim/kernels"},
     "external-redis-tls": {"Secret/site-redis", "Secret/site-ca", "Secret/ray-token", "PersistentVolumeClaim/models"},
-    "tls-tokens": {"Secret/baton-tls", "Secret/baton-tokens", "Secret/baton-user", "Secret/baton-redis"},
+    "tls-tokens": {
+        "Secret/baton-tls",
+        "Secret/baton-tokens",
+        "Secret/baton-receipts",
+        "Secret/baton-user",
+        "Secret/baton-redis",
+    },
 }
 
 ROLES = {"head": "/head", "prefill": "/prefill", "decode": "/decode", "router": "-router", "tests": "-serves"}
@@ -164,6 +170,9 @@ def test_tls_and_tokens(rendered: Rendered, tmp_path):
     config = load(rendered["tls-tokens"], tmp_path)
     assert config.security.tls is not None
     assert (config.security.tls.name, config.security.tokens) == ("baton.example", "/etc/baton-tokens/tokens.yaml")
+    assert config.security.receipt_key == "/etc/baton-receipts/receipt.pem"
+    mounts = {name: str(pod_of(rendered["tls-tokens"], name).spec) for name in ("-router", "/decode")}
+    assert ["/etc/baton-receipts" in text for text in mounts.values()] == [True, False], "only routers have the key"
     assert config.security.allow_insecure == ("router.metrics", "prefill.metrics", "decode.metrics")
     assert config.kv_is_encrypted
     router = pod_of(rendered["tls-tokens"], "-router").spec["containers"][0]

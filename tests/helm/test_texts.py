@@ -30,7 +30,8 @@ MADE = re.compile("[A-Za-z0-9+/]{54}==|[0-9a-f]{64}")  # the password of Redis i
 OPTED_OUT = {  # replace other values; filled where an installation of `ci` has them
     *("image.digest", "redis.image.digest", "redis.auth.existingSecret", "model.existingClaim"),
     *("redis.external.host", "redis.external.tls.existingSecret"),
-    *("security.tls.existingSecret", "security.tokens.existingSecret", "kernelCache.existingClaim"),
+    *("security.tls.existingSecret", "security.tokens.existingSecret", "security.receiptKey.existingSecret"),
+    "kernelCache.existingClaim",
     *("prefill.affinity", "decode.affinity"),
 }
 FEATURES = [f"{name}.enabled=true" for name in ("network.rdma", "metrics.podMonitor", "metrics.rules")]

@@ -50,6 +50,12 @@ CAPS: tuple[Cap, ...] = (
         "bytes, about 10,000 tokens without logprobs",
         "the oldest tokens are left out, and events over HTTP have no ids",
     ),
+    Cap(
+        "opening of a receipt",
+        limits.MAX_OPENED_TOKENS,
+        "tokens of all choices",
+        "the receipt has no `opening.choices`",
+    ),
     Cap("`chat`", limits.MAX_CHAT_BYTES, "bytes", _REFUSED),
     Cap("`chat.messages`", limits.MAX_CHAT_MESSAGES, "messages", _REFUSED),
     Cap("`role` of a chat message", limits.MAX_ROLE_CHARS, "characters", _REFUSED),

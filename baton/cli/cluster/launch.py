@@ -22,7 +22,7 @@ from baton.cli.cluster.ports import check_ports
 from baton.cli.cluster.serve import role_factories
 from baton.cli.cluster.size_check import check_sizes
 from baton.cli.exit_codes import exit_code
-from baton.cli.target import TOKEN_VARIABLE, check_tokens, find_cluster
+from baton.cli.target import TOKEN_VARIABLE, check_secrets, find_cluster
 from baton.cluster.backend_process import (
     PARENT,
     POLL_S,
@@ -118,7 +118,7 @@ def up(file: Path, sets: Sequence[str], stop: Stop, *, detach: bool, announce: A
 def _up(
     config: ClusterConfig, file: Path, sets: Sequence[str], stop: Stop, announce: Announce, *, detach: bool
 ) -> None:
-    check_tokens(config)
+    check_secrets(config)
     cpu_level()  # reject a wrong level now, because each worker would reject it later
     gpus = host_gpus(config)
     check_gpus(config, gpus)  # before the model is downloaded

@@ -200,6 +200,7 @@ def router_settings(config: ClusterConfig, index: int = 0) -> RouterSettings:
         history=config.history,
         tls=config.security.tls,
         tokens=config.security.tokens,
+        receipt_key=config.security.receipt_key,
         version=__version__,
         grpc=router.grpc,
         admin=admin,

@@ -43,6 +43,9 @@ def generate(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="the same answer, bit for bit, under any load")
     ] = False,
+    receipt: Annotated[
+        Path | None, typer.Option(help="write a signed receipt to this file, with the prompt, for `baton replay`")
+    ] = None,
     think_while_decoding: Think = None,
     model: options.ModelName = "",
     show: Annotated[
@@ -62,9 +65,11 @@ def generate(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     request: Options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "n": n}
     request |= {"seed": seed, "stop": stop or [], "deterministic": deterministic or None, "model": model}
     request |= {"think_while_decoding": think_while_decoding}
+    if receipt is not None:
+        request["receipt"] = True
     shown = parse_show(show)
     client = Router(name, target, timeout, token, tls).client()
-    stream_answer(client, prompt, request, shown, trace, as_json=as_json)
+    stream_answer(client, prompt, request, shown, trace, receipt, as_json=as_json)
 
 
 def parse_show(text: str) -> set[str]:
@@ -77,9 +82,16 @@ def parse_show(text: str) -> set[str]:
 
 
 def stream_answer(
-    client: Client, prompt: str, request: Options, shown: Collection[str], trace: Path | None = None, *, as_json: bool
+    client: Client,
+    prompt: str,
+    request: Options,
+    shown: Collection[str],
+    trace: Path | None = None,
+    receipt: Path | None = None,
+    *,
+    as_json: bool,
 ) -> None:
-    """Print the answer as it arrives, and write its trace to the file `trace`. Raises BatonError."""
+    """Print the answer as it arrives, and write its trace and its receipt to these files. Raises BatonError."""
     # As in an argument: invalid UTF-8 is rejected later with a named error, without a traceback here.
     text = sys.stdin.buffer.read().decode(errors="surrogateescape") if prompt == "-" else prompt
     streamed = not as_json and request.get("n") in {None, 1}  # several answers are printed at the end
@@ -96,6 +108,10 @@ def stream_answer(
                 typer.echo(delta.text, nl=False)
                 sys.stdout.flush()
         completion = stream.collect()
+        if receipt is not None:
+            from baton.receipts.form import with_prompt
+
+            receipt.write_text(with_prompt(completion.receipt, client.tokenize(text)) + "\n", encoding="utf-8")
     if trace is not None:
         write(trace, completion.trace, completion.request_id, completion.trace_id)
     if as_json:

@@ -22,12 +22,12 @@ config_app = typer.Typer(help="Check, show and describe the cluster file.", no_a
 @config_app.command()
 def validate(file: File, sets: Sets = None) -> None:
     """Check a cluster file and print each mistake with its line and key."""
-    from baton.cli.target import check_tokens
+    from baton.cli.target import check_secrets
     from baton.config import load_config, located
 
     config = load_config(file, sets or [], os.environ)
     with located(file, sets or [], os.environ):
-        check_tokens(config)
+        check_secrets(config)
     sizes = sizes_text(config.prefill.replicas, config.decode.replicas)
     typer.echo(f"{file}: ok (cluster {config.name!r}, {sizes})")
 

@@ -65,6 +65,8 @@ def examine(file: Path, sets: Sequence[str], facts: GpuFacts | None = None) -> I
     yield Finding("config", OK, f"{file} (cluster {config.name!r})")
     for look in (_model, _redis, _tls, _tokens, _threads):
         yield look(config)
+    if config.security.receipt_key is not None:
+        yield _receipt_key(config.security.receipt_key)
     yield _open_files()
     yield from _hosts(config)
     yield from _ports(config)
@@ -182,6 +184,15 @@ def _tokens(config: ClusterConfig) -> Finding:
     if Path(path).stat().st_mode & 0o077:
         return Finding("tokens", WARN, f"{text}, which other users of this machine can read", f"chmod 600 {path}")
     return Finding("tokens", OK, text)
+
+
+def _receipt_key(path: str) -> Finding:
+    from baton.receipts.keys import ReceiptKey
+
+    try:
+        return Finding("receipts", OK, f"signed by {ReceiptKey.read(path).name}, {path}")
+    except ConfigError as error:
+        return Finding("receipts", BAD, str(error), "correct the file (docs/how-to/receipts.md, The key)")
 
 
 def _threads(config: ClusterConfig) -> Finding:

@@ -22,6 +22,9 @@ security:
   {{- with .Values.security.tokens.existingSecret }}
   tokens: /etc/baton-tokens/tokens.yaml
   {{- end }}
+  {{- with .Values.security.receiptKey.existingSecret }}
+  receipt_key: /etc/baton-receipts/receipt.pem
+  {{- end }}
   allow_insecure: {{ ternary "true" "[router.metrics, prefill.metrics, decode.metrics]" .Values.security.allowInsecure }}
 {{- end }}
 

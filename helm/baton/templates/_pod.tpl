@@ -122,6 +122,9 @@ resources:
 {{- if .root.Values.security.tokens.existingSecret }}
 - {name: tokens, mountPath: /etc/baton-tokens, readOnly: true}
 {{- end }}
+{{- if and .root.Values.security.receiptKey.existingSecret (eq .component "router") }}
+- {name: receipt-key, mountPath: /etc/baton-receipts, readOnly: true}
+{{- end }}
 {{- if include "baton.redisCa" .root }}
 - {name: redis-ca, mountPath: /etc/baton-redis, readOnly: true}
 {{- end }}
@@ -163,6 +166,10 @@ resources:
 {{- with $values.security.tokens.existingSecret }}
 - name: tokens
   secret: {secretName: {{ . | quote }}, defaultMode: 288, items: [{key: {{ $values.security.tokens.key | quote }}, path: tokens.yaml}]}
+{{- end }}
+{{- if and $values.security.receiptKey.existingSecret (eq .component "router") }}
+- name: receipt-key
+  secret: {secretName: {{ $values.security.receiptKey.existingSecret | quote }}, defaultMode: 288, items: [{key: {{ $values.security.receiptKey.key | quote }}, path: receipt.pem}]}
 {{- end }}
 {{- if include "baton.redisCa" .root }}
 - name: redis-ca

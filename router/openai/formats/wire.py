@@ -16,6 +16,11 @@ def json_text(value: object, field: str) -> str:
         raise InvalidRequest.of(field, "is nested too deeply") from None
 
 
+def receipt_of(answer: Json) -> Json:
+    """Return the receipt in an answer as a member for the answer of another API. Empty without one."""
+    return {"receipt": answer["receipt"]} if "receipt" in answer else {}
+
+
 class AnswerWire:
     """OpenAI's own form. Subclasses translate answers of chat with one choice; they belong to one answer."""
 

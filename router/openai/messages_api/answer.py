@@ -10,7 +10,7 @@ import orjson
 
 from router.openai.errors import Json, Problem
 from router.openai.formats.calls import reject_constant
-from router.openai.formats.wire import AnswerWire
+from router.openai.formats.wire import AnswerWire, receipt_of
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _OVERLOADED = 529
@@ -65,7 +65,7 @@ class MessagesWire(AnswerWire):
             use = {"type": "tool_use", "id": call["id"], "name": function["name"]}
             blocks.append(use | {"input": _object(function["arguments"])})
         ended = {"stop_reason": self._stop_reason(choice["finish_reason"]), "stop_sequence": self.matched_stop or None}
-        return _message(answer) | {"content": blocks, "usage": _usage(usage)} | ended
+        return _message(answer) | {"content": blocks, "usage": _usage(usage)} | ended | receipt_of(answer)
 
     def event(self, chunk: Json) -> bytes:
         return b"".join(_event(each) for each in self._events(chunk))
@@ -82,7 +82,7 @@ class MessagesWire(AnswerWire):
     def _events(self, chunk: Json) -> Iterator[Json]:
         if not chunk["choices"]:
             ended = {"stop_reason": self._reason, "stop_sequence": self.matched_stop or None}
-            yield {"type": "message_delta", "delta": ended, "usage": _usage(chunk["usage"])}
+            yield {"type": "message_delta", "delta": ended, "usage": _usage(chunk["usage"]), **receipt_of(chunk)}
             yield {"type": "message_stop"}
             return
         [choice] = chunk["choices"]

@@ -31,6 +31,7 @@ def messages_job(body: MessagesBody, tool_form: str, reasoning_form: str) -> Job
         "top_p": body.top_p,
         "top_k": body.top_k,
         "stream": body.stream,
+        "receipt": body.receipt,
     }
     if (choice := body.tool_choice) is not None:
         named = {"type": "function", "function": {"name": choice.name}}

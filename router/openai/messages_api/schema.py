@@ -153,3 +153,4 @@ class MessagesBody(CountBody):
     top_k: Int32 | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
+    receipt: bool | None = None

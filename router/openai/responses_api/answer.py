@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import orjson
 
 from router.openai.errors import Json, Problem
-from router.openai.formats.wire import AnswerWire
+from router.openai.formats.wire import AnswerWire, receipt_of
 from router.openai.responses_api.schema import ResponsesBody
 
 _PREFIXES = {"message": "msg", "function_call": "fc", "reasoning": "rs"}
@@ -148,7 +148,7 @@ class ResponsesWire(AnswerWire):
             "output": self._output,
             "usage": _usage(answer["usage"]) if answer.get("usage") else None,
         }
-        return self.asked | found
+        return self.asked | found | receipt_of(answer)
 
 
 def _echo(body: ResponsesBody) -> Json:

@@ -33,6 +33,7 @@ _SAME = (
     "chat_template_kwargs",
     "seed",
     "top_k",
+    "receipt",
 )
 _NAMES = {
     "messages": "input",

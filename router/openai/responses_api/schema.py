@@ -167,6 +167,7 @@ class ResponsesBody(Body):
     chat_template_kwargs: dict[str, Any] | None = None
     seed: Seed | None = None
     top_k: Int32 | None = None
+    receipt: bool | None = None
 
     @model_validator(mode="after")
     def _needs_no_store(self) -> ResponsesBody:

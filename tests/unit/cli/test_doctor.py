@@ -40,6 +40,7 @@ def test_certificates_and_tokens(examine, tmp_path):
     file.chmod(0o600)
     tokens = examine(BASE, *sets)["tokens"]
     assert (tokens.verdict, tokens.found) == (OK, f"1 in {file}")
+    assert examine(BASE, f"security.receipt_key={file}")["receipts"].verdict == BAD, "that is no key"
     file.write_text("tokens: [{token: alice-token-0123456789, tenant: Alice}]")
     tokens = examine(BASE, *sets)["tokens"]
     assert (tokens.verdict, "tokens.0.tenant" in tokens.found) == (BAD, True)

@@ -349,8 +349,10 @@ def test_a_folder_is_three_files_and_all_are_found_beside_the_cluster_file(secur
     assert (tls.cert, tls.key, tls.ca) == tuple(f"{made}/a/{part}.pem" for part in ("cert", "key", "ca"))
     copytree(made / "a", tmp_path / "tls")
     (tmp_path / "tokens.yaml").write_text("")
-    security = secured("security: {{tls: tls, tokens: tokens.yaml}}").security
+    (tmp_path / "receipt.pem").write_text("")
+    security = secured("security: {{tls: tls, tokens: tokens.yaml, receipt_key: receipt.pem}}").security
     assert (security.tls.key, security.tokens) == (f"{tmp_path}/tls/key.pem", f"{tmp_path}/tokens.yaml")
+    assert security.receipt_key == f"{tmp_path}/receipt.pem"
 
 
 FILES = "security: {{tls: {{cert: {a}/cert.pem, key: {a}/key.pem, ca: {a}/ca.pem}}}}"

@@ -1,0 +1,102 @@
+"""Files of receipts and of prompts for `baton replay`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton.errors import ConfigError, InvalidRequest
+from baton.receipts import form
+from baton.receipts.form import Receipt
+
+_ENDINGS = (".json", ".jsonl")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One receipt of a file, or the mistake in it. `place` is the file, with the line if it has several."""
+
+    place: str
+    found: Receipt | InvalidRequest
+
+
+def read_sources(path: Path) -> Iterator[Source]:
+    """Yield the receipts of a file, or of all .json and .jsonl files of a folder. Raises ConfigError for an unreadable
+    path, or one without receipts.
+    """
+    files = sorted(each for each in path.iterdir() if each.suffix in _ENDINGS) if path.is_dir() else [path]
+    if not files:
+        raise ConfigError(f"RECEIPT: {path}: has no file that ends with {' or '.join(_ENDINGS)}")
+    for file in files:
+        yield from _of_file(file)
+
+
+def _of_file(file: Path) -> Iterator[Source]:
+    text = _text(file, "RECEIPT")
+    try:
+        values = [(str(file), json.loads(text))]
+    except (ValueError, RecursionError):
+        lines = [line for line in text.splitlines() if line.strip()]
+        if len(lines) < 2:
+            yield Source(str(file), InvalidRequest.of("receipt", "is not JSON; the file may be truncated"))
+            return
+        values = [(f"{file}:{number}", _parsed(line)) for number, line in enumerate(lines, 1)]
+    for place, value in values:
+        for each in _receipts(value):
+            yield Source(place, _checked(each))
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _receipts(value: Any) -> Iterator[Any]:
+    """Yield the receipts in a value: itself, the member `receipt` of an answer (also as text), or a list of them."""
+    if isinstance(value, list):
+        for each in value:
+            yield from _receipts(each)
+    elif isinstance(value, dict) and "receipt" in value:
+        yield from _receipts(_parsed(value["receipt"]) if isinstance(value["receipt"], str) else value["receipt"])
+    else:
+        yield value
+
+
+def _checked(value: Any) -> Receipt | InvalidRequest:
+    try:
+        if not isinstance(value, dict):
+            raise InvalidRequest.of("receipt", "is not a JSON object; the file may be truncated")
+        return form.parse(value)
+    except InvalidRequest as error:
+        return error
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFile:
+    """A prompt: token ids, or a text that the cluster's tokenizer encodes."""
+
+    ids: list[int] | None
+    text: str = ""
+
+    @classmethod
+    def read(cls, path: Path) -> PromptFile:
+        """Read a text, a JSON list of token ids, or an answer of /tokenize. Raises ConfigError."""
+        text = _text(path, "--prompt")
+        value = _parsed(text)
+        value = value.get("tokens") if isinstance(value, dict) else value
+        if isinstance(value, list) and all(isinstance(each, int) for each in value):
+            return cls(value)
+        return cls(None, text)
+
+
+def _text(path: Path, option: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ConfigError(f"{option}: {path}: cannot be read: {reason}") from None

@@ -1,0 +1,101 @@
+"""`baton replay`: files, prompts, exit codes and texts, without a cluster."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from baton.cli.app import app
+from baton.cli.requests import replay as command
+from baton.cli.requests.receipt_files import PromptFile, read_sources
+from baton.errors import ConfigError, NoWorker
+from baton.receipts import form
+from tests.unit.receipts.test_receipts import ENDED, FIRST, KEY, PROMPT, again, issued
+
+TEXT = form.with_prompt(json.dumps(issued()), PROMPT)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A folder with a receipt and the public key."""
+    (tmp_path / "public.pem").write_text(KEY.public_pem())
+    (tmp_path / "a.json").write_text(TEXT)
+    return tmp_path
+
+
+def run(*options):
+    done = CliRunner().invoke(app, ["replay", *map(str, options)])
+    return done.exit_code, done.output
+
+
+def verify(files, name, *options):
+    return run(files / name, "--verify-only", "--public-key", files / "public.pem", *options)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "words"),
+    [
+        (TEXT, 0, "verified"),
+        (json.dumps({"receipt": json.loads(TEXT), "choices": []}), 0, "verified"),
+        (json.dumps({"receipt": TEXT}), 0, "verified"),
+        (f"{TEXT}\n{TEXT}\n", 0, "2 receipts: 2 verified"),
+        (f"{TEXT}\n{TEXT[:40]}\n", 2, "r.json:2: error: receipt: is not a JSON object; the file may be truncated"),
+        (TEXT[:300], 2, "error: receipt: is not JSON; the file may be truncated"),
+        (TEXT.replace('"demo"', '"other"'), 2, "receipt.signature: is not that of ed25519:"),
+        ("7", 2, "is not a JSON object"),
+    ],
+)
+def test_a_file_is_verified_without_a_cluster(files, text, code, words):
+    (files / "r.json").write_text(text)
+    found, output = verify(files, "r.json")
+    assert (found, words in output) == (code, True), output
+
+
+def test_a_folder_and_json(files):
+    (files / "b.jsonl").write_text(f"{TEXT}\n{TEXT}")
+    code, output = verify(files, "", "--json")
+    assert (code, json.loads(output)["verified"]) == (0, 3)
+
+
+def test_a_wrong_key_or_none_is_an_error(files):
+    assert run(files / "a.json", "--verify-only")[0] != 0
+    (files / "public.pem").write_text("")
+    code, output = verify(files, "a.json")
+    assert (code, "has no public key in PEM" in output) == (2, True)
+    assert verify(files, "missing.json")[0] == 2
+    with pytest.raises(ConfigError, match="has no file that ends with"):
+        list(read_sources(files / "empty" if (files / "empty").mkdir() is None else files))
+
+
+def test_a_prompt_is_compared_with_its_digest(files):
+    (files / "right.json").write_text(json.dumps({"tokens": [*PROMPT], "count": 2}))
+    assert verify(files, "a.json", "--prompt", files / "right.json")[0] == 0
+    (files / "wrong.json").write_text("[5, 6, 7]")
+    code, output = verify(files, "a.json", "--prompt", files / "wrong.json")
+    assert (code, "--prompt: has another digest than receipt.prompt: 3 tokens, and 2 there" in output) == (2, True)
+    (files / "text.txt").write_text("a text")
+    assert PromptFile.read(files / "text.txt").text == "a text"
+    assert "must have token ids with --verify-only" in verify(files, "a.json", "--prompt", files / "text.txt")[1]
+
+
+@pytest.mark.parametrize(
+    ("computed", "code", "words"),
+    [
+        ([again(FIRST), again(ENDED, "eos", "0")], 0, "a.json: equal"),
+        (
+            [again(FIRST, "eos"), again(ENDED, "eos", "0")],
+            1,
+            "differs: choice 0, position 2: no token then; no token now",
+        ),
+        (NoWorker("away"), 2, "error: NoWorker: away"),
+    ],
+)
+def test_the_exit_code_is_that_of_the_result(files, monkeypatch, computed, code, words):
+    async def answered(*_):
+        if isinstance(computed, Exception):
+            raise computed
+        return computed
+
+    monkeypatch.setattr(command, "answered_again", answered)
+    found, output = run(files / "a.json", "--public-key", files / "public.pem", "--target", "127.0.0.1:1")
+    assert (found, words in output) == (code, True), output
