@@ -84,6 +84,19 @@ class RateLimited(Overloaded):
     """The caller's token has reached its own limit. Retry after `retry_after_s` seconds."""
 
 
+class PromiseRefused(Overloaded):
+    """The limits `ttft_ms` or `itl_ms` of the request cannot be promised now. Retry after `retry_after_s` seconds, or
+    with `ttft_ms` or `itl_ms` of this error, the least in milliseconds that could be promised now. 0 means unknown.
+    Clients do not retry it by themselves, because their caller has to choose.
+    """
+
+    retryable = False
+
+    def __init__(self, message: str, retry_after_s: float = 1.0, *, ttft_ms: float = 0.0, itl_ms: float = 0.0) -> None:
+        super().__init__(message, retry_after_s)
+        self.ttft_ms, self.itl_ms = ttft_ms, itl_ms
+
+
 def for_client(error: Exception) -> BatonError:
     """Return the error that a client gets for an exception at the boundary of a request: itself if it is a BatonError,
     Overloaded if the process lacks memory, threads, file descriptors or disk space, else EngineFault without its text.

@@ -19,7 +19,8 @@ from baton.receipts.issuer import Issuer
 from baton.receipts.keys import ReceiptKey
 from baton.rpc.channel import Wire
 from router.activity import ActivityRecorder
-from router.admission.admission import Admission, QueueLimits
+from router.admission.admission import QueueLimits
+from router.admission.promising import Promises, PromisingAdmission
 from router.auth.tokens import TokenFile
 from router.placement.policy import ALONE, POLICIES
 from router.request.client_request import RunningRequests
@@ -55,6 +56,7 @@ class RouterSettings:
     share_port: bool = False  # whether other routers listen on the same addresses
     colocated: bool = False  # decode workers compute all prompts; there are no prefill workers
     chunk: float = math.inf  # tokens that a decode worker computes per step
+    prefill_chunk: float = math.inf  # likewise for prefill workers
     local_prefill: bool = False  # also with prefill workers connected, if it is predicted to be faster
     attempts: int = 3  # per request, when workers are lost
     queue_max_requests: int = 256
@@ -100,7 +102,7 @@ class RouterContext:
     wire: Wire
     tokens: TokenFile | None
     pool: WorkerPool
-    admission: Admission[Placement]
+    admission: PromisingAdmission
     dispatch: Dispatch
     running: RunningRequests
     sinks: Sinks
@@ -130,8 +132,9 @@ def build_context(
     options = PoolOptions(alone, settings.chunk, local, colocated, settings.slo_itl_s, metrics.ttft_predicted)
     policy, silence_s = POLICIES[settings.policy], settings.worker_silence_s
     pool = WorkerPool(workers, policy, router_id, silence_s, clock, wire, prefixes=prefixes, options=options)
-    admission = Admission(
-        pool.place,
+    promises = Promises(pool.outlook, pool.place, pool.seats_of, clock, settings.prefill_chunk)
+    admission = PromisingAdmission(
+        promises,
         Placement.release,
         pool.can_serve,
         clock,
@@ -144,11 +147,12 @@ def build_context(
     metrics.watch_blocks(pool.blocks)
     metrics.watch_channels(pool.channels)
     metrics.watch_verifying(pool.loads)
+    metrics.watch_promises(promises.outcomes, promises.margins.bins)
     metrics.watch_queue(lambda: admission.waiting, lambda: admission.waiting_tokens)
     exporter = _exporter(settings)
     traces = Traces(settings.traces, settings.trace_sample, clock, exporter.put if exporter else None)
     slo = settings.slo_ttft_s, settings.slo_itl_s
-    sinks = Sinks(router_id, clock, history, metrics, ActivityRecorder(clock), traces, *slo)
+    sinks = Sinks(router_id, clock, history, metrics, ActivityRecorder(clock), traces, *slo, promises)
     dispatch = Dispatch(admission, pool, streams or no_streams, clock, settings.attempts)
     running = RunningRequests()
     return RouterContext(settings, wire, tokens, pool, admission, dispatch, running, sinks, exporter, issuer)

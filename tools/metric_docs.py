@@ -23,6 +23,7 @@ from baton.metrics.base import (
     FINISHES,
     HANDOFFS,
     OUTCOMES,
+    PROMISES,
     RECOVERIES,
     SLOT_STATES,
     STAGES,
@@ -95,6 +96,8 @@ OF_METRIC: Mapping[str, Mapping[str, Values]] = {
     "baton_step_seconds": {"kind": ("prefill", "decode", "mixed")},
     "baton_computed_tokens": {"kind": ("prefill", "decode")},
     "baton_decisions": {"kind": DECISIONS},
+    "baton_promises": {"outcome": PROMISES},
+    "baton_promise_calibration": {"latency": ("ttft", "itl"), "bin": ("0 to 9",)},
 }
 _SUFFIX = re.compile(r"_(total|created|bucket|sum|count|info)$")
 

@@ -44,6 +44,8 @@ class BenchPlan:
     seed: int = 0
     temperature: float = 0.0
     ignore_eos: bool = True
+    promise_ttft_ms: float | None = None
+    promise_itl_ms: float | None = None
     model: str = ""  # empty for the first model that the server has
     api: str = "grpc"  # or http
 

@@ -54,6 +54,8 @@ class Options(TypedDict, total=False):
     cache_scope: str | None  # ("") cached prompts are shared only within a scope
     trace: bool | None  # (False) return the spans of all processes that served the request
     kv_lengths: bool | None  # (False) as `trace`, and spans of workers have the KV length after each step
+    ttft_ms: float | None  # (none) TTFT to promise; otherwise PromiseRefused within 50 ms. Only with n = 1.
+    itl_ms: float | None  # (none) the same for the mean time between tokens
     resumable_s: float | None  # (30) time for which a stream can be resumed after its router was lost
     client_tag: str | None  # a label for logs
     idempotency_key: str | None
@@ -245,4 +247,7 @@ class ClusterStatus:
     queued_tokens: int = 0
     drain_requests_per_s: float = 0.0  # recent rate while requests waited; 0 means unknown
     drain_tokens_per_s: float = 0.0
+    promises_kept: int = 0
+    promises_broken: int = 0
+    promises_refused: int = 0
     control: Control | None = None  # None without a controller

@@ -24,6 +24,7 @@ from baton.core import BlockCounts, FinishReason, Load, Role
 from baton.stages import Stage
 
 OUTCOMES = ("finished", "cancelled", "failed", "refused")
+PROMISES = ("kept", "broken_ttft", "broken_itl", "broken_death", "refused")
 RECOVERIES = ("preempted", "no_room", "kv_dropped", "prefill_lost", "decode_lost", "not_there")
 TRANSPORTS = ("nccl", "gloo", "shm", "cuda_ipc", "nixl", "grpc", "memory", "unknown")
 BLOCK_STATES = ("free", "owned", "cached", "reserved", "quarantined")

@@ -12,6 +12,7 @@ from prometheus_client.metrics_core import Metric
 from baton.core import BlockCounts, Channel, Load, Role
 from baton.errors import BatonError
 from baton.metrics import base, vllm_names
+from baton.metrics.promises import promises
 from baton.stages import Timings
 
 
@@ -181,6 +182,10 @@ class Metrics:
     def watch_verifying(self, read: Callable[[], Iterable[tuple[str, Load]]]) -> None:
         """Export verify passes, rollbacks and recomputed tokens of `read()` at each scrape, with the label `worker`."""
         self.registry.register(base.Scraped(lambda: base.verifying(read())))
+
+    def watch_promises(self, outcomes: Mapping[str, int], bins: Mapping[str, Mapping[int, int]]) -> None:
+        """Export `baton_promises` and `baton_promise_calibration` at each scrape."""
+        self.registry.register(base.Scraped(lambda: promises(outcomes, bins)))
 
     def watch_queue(self, requests: Callable[[], float], tokens: Callable[[], float]) -> None:
         """Export the queue at each scrape as `baton_queued_requests` and `baton_queued_tokens`."""

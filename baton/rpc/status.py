@@ -18,7 +18,7 @@ from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
 from baton import errors
-from baton.errors import BatonError, InvalidRequest, Overloaded, Violation
+from baton.errors import BatonError, InvalidRequest, Overloaded, PromiseRefused, Violation
 from baton.limits import MAX_STATUS_MESSAGE_BYTES, MAX_STATUS_VIOLATIONS, MAX_VIOLATION_BYTES
 
 DOMAIN = "baton"
@@ -30,6 +30,7 @@ CODES: Mapping[type[BatonError], grpc.StatusCode] = {
     errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     errors.Unsupported: grpc.StatusCode.UNIMPLEMENTED,
     errors.RateLimited: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.PromiseRefused: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.Cancelled: grpc.StatusCode.CANCELLED,
@@ -63,8 +64,10 @@ def to_rpc_status(error: BaseException, request_id: str = "") -> Status:
     """Return the status that a client gets for `error`. Every exception has one."""
     shown = _shown(error)
     status = Status(code=CODES[type(shown)].value[0], message=_clip(str(shown), MAX_STATUS_MESSAGE_BYTES))
-    retryable = "true" if shown.retryable else "false"
-    details: list[Message] = [ErrorInfo(reason=type(shown).__name__, domain=DOMAIN, metadata={"retryable": retryable})]
+    facts = {"retryable": "true" if shown.retryable else "false"}
+    if isinstance(shown, PromiseRefused):
+        facts |= {name: f"{limit:.6g}" for name, limit in _offers(shown).items()}
+    details: list[Message] = [ErrorInfo(reason=type(shown).__name__, domain=DOMAIN, metadata=facts)]
     if isinstance(shown, InvalidRequest):
         details.append(_bad_request(shown))
     if isinstance(shown, Overloaded):
@@ -117,8 +120,23 @@ def _build(kind: type[BatonError], text: str, status: Status | None) -> BatonErr
         return InvalidRequest(*(found or [Violation("request", text)]))
     retry = _unpack(status, RetryInfo)
     if issubclass(kind, Overloaded) and retry is not None:
-        return kind(text, max(0.0, retry.retry_delay.ToTimedelta().total_seconds()))
+        error = kind(text, max(0.0, retry.retry_delay.ToTimedelta().total_seconds()))
+        info = _unpack(status, ErrorInfo)
+        if isinstance(error, PromiseRefused) and info is not None:
+            error.ttft_ms, error.itl_ms = (_number(info.metadata.get(name, "0")) for name in ("ttft_ms", "itl_ms"))
+        return error
     return kind(text)
+
+
+def _offers(error: PromiseRefused) -> dict[str, float]:
+    return {name: limit for name, limit in (("ttft_ms", error.ttft_ms), ("itl_ms", error.itl_ms)) if limit}
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:  # another version's
+        return 0.0
 
 
 def _shown(error: BaseException) -> BatonError:

@@ -11,7 +11,7 @@ import orjson
 from starlette.responses import Response
 
 from baton import errors
-from baton.errors import TOO_LONG, BatonError, InvalidRequest, Overloaded, Violation
+from baton.errors import TOO_LONG, BatonError, InvalidRequest, Overloaded, PromiseRefused, Violation
 
 JSON = "application/json"
 Json: TypeAlias = dict[str, Any]
@@ -25,6 +25,7 @@ ANSWERS: Mapping[type[BatonError], tuple[int, str, str]] = {
     errors.Unauthenticated: (401, "authentication_error", "invalid_api_key"),
     errors.PermissionDenied: (403, "permission_error", "permission_denied"),
     errors.Unsupported: (501, "invalid_request_error", "unsupported"),
+    errors.PromiseRefused: (429, "rate_limit_error", "promise_refused"),
     errors.RateLimited: (429, "rate_limit_error", "rate_limit_exceeded"),
     errors.Overloaded: (503, "overloaded_error", "overloaded"),
     errors.NoWorker: (503, "server_error", "no_worker"),
@@ -96,10 +97,21 @@ def http_problem(error: HttpError) -> Problem:
 def _headers(error: BatonError) -> dict[str, str]:
     if isinstance(error, Overloaded):
         wait_s = max(0.0, error.retry_after_s)
-        return {"retry-after": str(max(1, math.ceil(wait_s))), "retry-after-ms": str(math.ceil(wait_s * 1000))}
+        return _offers(error) | {
+            "retry-after": str(max(1, math.ceil(wait_s))),
+            "retry-after-ms": str(math.ceil(wait_s * 1000)),
+        }
     if isinstance(error, errors.NoWorker | errors.WorkerLost):
         return RETRY_SOON
     return {"www-authenticate": "Bearer"} if isinstance(error, errors.Unauthenticated) else {}
+
+
+def _offers(error: Overloaded) -> dict[str, str]:
+    """Return the limits that could be promised now."""
+    if not isinstance(error, PromiseRefused):
+        return {}
+    limits = {"baton-ttft-ms": error.ttft_ms, "baton-itl-ms": error.itl_ms}
+    return {name: f"{limit:.6g}" for name, limit in limits.items() if limit}
 
 
 def _code(violation: Violation) -> str:

@@ -206,6 +206,8 @@ def _base_request(body: Common, max_tokens: int | None) -> pb.GenerateRequest:
         thoughts=body.thoughts,
         think_while_decoding=body.think_while_decoding,
         priority=body.priority,
+        ttft_ms=body.ttft_ms,
+        itl_ms=body.itl_ms,
         cache_scope=body.cache_salt,
         add_special_tokens=body.add_special_tokens,
     )

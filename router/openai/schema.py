@@ -221,6 +221,8 @@ class Common(Body):
     stop_token_ids: list[TokenId] | None = None
     cache_salt: str | None = None
     priority: Int32 | None = None
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
     deterministic: bool | None = None
     receipt: bool | None = None
     thoughts: bool | None = None

@@ -30,7 +30,9 @@ from baton.structured_output import Grammars
 from baton.tokenizer import Tokenizer
 from router.parsing.chat import Chats
 from router.parsing.model_forms import REASONING, ends_in_reasoning, opens_reasoning
+from router.parsing.ranges import promise_of, wrong_ranges
 from router.parsing.receipts import issuer_for, receipt_violations
+from router.placement.promise import Promise
 
 DEFAULT_MAX_TOKENS = 16
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
@@ -68,6 +70,7 @@ class ParsedRequest:
     in_reasoning: bool  # the prompt ends inside opened reasoning
     scored: int  # prompt tokens whose log-probabilities the client has
     issuer: Issuer | None  # of the receipt that the client wants
+    promise: Promise
 
 
 class RequestParser:
@@ -130,6 +133,7 @@ class RequestParser:
             in_reasoning=in_reasoning,
             scored=message.prompt_logprobs_received,
             issuer=issuer_for(request, spec, self._issuer),
+            promise=promise_of(request),
         )
 
     async def _spec(
@@ -312,12 +316,7 @@ def _violations(message: pb.GenerateRequest) -> Iterator[Violation]:
     """Yield the wrong fields that can be found without the model."""
     if message.HasField("n") and not message.n:
         yield Violation("n", "must be at least 1, got 0")
-    if abs(message.priority) > limits.MAX_PRIORITY:
-        text = f"must be between -{limits.MAX_PRIORITY} and {limits.MAX_PRIORITY}, got {message.priority}"
-        yield Violation("priority", text)
-    if not 0 <= message.resumable_s <= limits.MAX_RESUMABLE_S:  # rejects NaN, too
-        text = f"must be between 0 and {limits.MAX_RESUMABLE_S} seconds, got {message.resumable_s}"
-        yield Violation("resumable_s", text)
+    yield from wrong_ranges(message)
     if message.constraint.after:
         yield Violation("constraint.after", "is only set by the router")
     if message.deterministic and message.think_while_decoding:

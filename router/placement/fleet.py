@@ -116,10 +116,26 @@ class Fleet:
         """Return the worker of a row, as it was added. Raises KeyError."""
         return self._owners[role, row]
 
-    def rows(self) -> Iterator[tuple[WorkerRow, Facts[float]]]:
-        """Yield all workers and their facts. Call `snapshot` first."""
+    def rows(self) -> Iterator[tuple[int, WorkerRow, Facts[float]]]:
+        """Yield the rows of all workers, these workers, and their facts. Call `snapshot` first."""
         for member in self._members.values():
-            yield member.link, member.side.facts(member.row)
+            yield member.row, member.link, member.side.facts(member.row)
+
+    def facts(self, ref: WorkerRef) -> Facts[float]:
+        """Return the facts of a worker as of the last `snapshot`."""
+        member = self._members[_holder(ref)]
+        return member.side.facts(member.row)
+
+    @property
+    def byte_s(self) -> float:
+        return self._snapshot.byte_s
+
+    def hide(self, refs: Iterable[WorkerRef]) -> None:
+        """Leave these workers out of choices until the next `snapshot`."""
+        for ref in refs:
+            if (member := self._members.get(_holder(ref))) is not None:
+                member.side.hide(member.row)
+                self._stale.add(member)
 
     def snapshot(self) -> Snapshot:
         """Return the current snapshot, which overwrites the previous one."""

@@ -79,6 +79,10 @@ class Side:
     def put_load(self, row: int, loaded: Loaded) -> None:
         self._table[: len(loaded), row] = loaded
 
+    def hide(self, row: int) -> None:
+        """Have no policy choose this row until its load is put again."""
+        self.at.able[row], self.at.capacity[row] = 0.0, -1.0
+
     def facts(self, row: int) -> Facts[float]:
         return Facts(*self._table[:, row].tolist())
 

@@ -146,7 +146,7 @@ class ChoiceRun:
             self.spec = replace(self.spec, sampling=replace(self.spec.sampling, seed=seed), prompt_logprobs=None)
         self.request_id = call.worker_name(choice)
         self.observer = ChoiceObserver(
-            call.observer, choice, self.request_id, call.stream(choice), parsed.spec, len(received)
+            call.observer, choice, self.request_id, call.stream(choice), parsed.spec, len(received), parsed.promise
         )
         self.started = asyncio.Event()  # set with the first token
         self.delivery = delivery_of(parsed, choice)
@@ -188,7 +188,7 @@ class ChoiceRun:
         return await self._dispatch.admission.admit(
             ticket_for(call.arrival, spec.priority),
             self._room(spec),
-            Requirements(keep, spec, self.request.determinism, thinks),
+            Requirements(keep, spec, self.request.determinism, thinks, self.observer.flight),
             returning=self.observer.attempts > 0,
             accepted=accepted,
             tenant=call.tenant or spec.cache_scope,

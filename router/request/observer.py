@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from baton.rpc.v1 import inference_pb2 as pb
 from baton.stages import Timings
 from baton.tracing.trace import TraceContext
 from router.activity import ActivityRecorder
+from router.admission.promising import Promises
+from router.placement.promise import NO_PROMISE, Flight, Promise
 from router.request.attempt import Attempt
 from router.request.traces import Trace, Traces, Track
 from router.workers.placement import Placement
@@ -41,6 +44,7 @@ class Sinks:
     traces: Traces
     slo_ttft_s: float
     slo_itl_s: float
+    promises: Promises
     outcomes: Counter[str] = field(default_factory=Counter)  # of ended requests; "accepted" counts separately
 
 
@@ -72,6 +76,7 @@ class RequestObserver:
         to.outcomes["accepted"] += self.is_accepted
         for choice in self.choices:
             choice.note("ended", outcome=outcome, count=choice.tokens)
+            self._settle(choice, outcome)
         to.traces.ended(self.trace, outcome, kind)
         self._measure(message, outcome, error)
         if error is not None:
@@ -87,6 +92,21 @@ class RequestObserver:
             attempts=sum(choice.attempts for choice in self.choices),
             **facts,
         )
+
+    def _settle(self, choice: ChoiceObserver, outcome: str) -> None:
+        """Count the promise of a choice, and log it if it is broken."""
+        complete, flight = outcome == "finished" and not self.resumes, choice.flight
+        kept = self.sinks.promises.settle(flight, complete=complete, failed=outcome == "failed", lost=choice.died)
+        if kept.startswith("broken"):
+            ttft_s = math.inf if flight.first_at is None else flight.first_at - flight.arrived
+            log.warning(
+                "promise_broken",
+                request_id=self.name,
+                outcome=kept,
+                ttft_ms=round(1e3 * ttft_s, 1),
+                itl_ms=round(1e3 * flight.measured_gap_s, 2),
+                promised=[round(1e3 * flight.promise.ttft_s, 1), round(1e3 * flight.promise.itl_s, 2)],
+            )
 
     def _measure(self, message: pb.GenerateRequest, outcome: str, error: BatonError | None) -> None:
         last, timings, age_s, met = None, None, 0.0, None
@@ -122,7 +142,14 @@ class ChoiceObserver:
     """
 
     def __init__(
-        self, request: RequestObserver, choice: int, request_id: str, stream: str, spec: SequenceSpec, received: int
+        self,
+        request: RequestObserver,
+        choice: int,
+        request_id: str,
+        stream: str,
+        spec: SequenceSpec,
+        received: int,
+        promise: Promise = NO_PROMISE,
     ) -> None:
         to = self._to = request.sinks
         self.track = Track(to.router_id, choice, to.clock, request.arrived)
@@ -135,6 +162,10 @@ class ChoiceObserver:
         self.choice, self.request_id = choice, request_id
         self.placed: Placement | None = None
         self.prompt_tokens, self.deterministic = len(spec.prompt), spec.deterministic
+        promise = NO_PROMISE if request.resumes else promise  # otherwise another router gave it
+        arrived, answer, urgent = request.arrived[0], spec.sampling.max_tokens, spec.priority > 0
+        self.flight = Flight(len(spec.prompt), answer, arrived, promise, urgent=urgent, done=received)
+        self.died = False  # a worker was lost in one of its attempts
         self._request, self._stream = request, stream
         self._first_token_at: float | None = None
         self._last_token_at: float | None = None
@@ -175,6 +206,7 @@ class ChoiceObserver:
         self.note("delivered", first=fresh[0].index, count=len(fresh))
         self.tokens += len(fresh)
         now = self._to.clock.monotonic()
+        self.flight.seen(self.tokens, now)
         if self._last_token_at is None:
             self._first_token_at = now
             prompt_tokens = 0 if self.choice else self.prompt_tokens
@@ -193,6 +225,7 @@ class ChoiceObserver:
 
     def recovered(self, attempt: Attempt) -> None:
         reason = attempt.retry_reason
+        self.died = self.died or attempt.died
         self.metrics.recovery(reason)
         fenced = attempt.fencing is not None and reason == "prefill_lost"
         self._to.activity.recovered(self._request.name, attempt.workers, reason, fenced=fenced)

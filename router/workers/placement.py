@@ -6,19 +6,21 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 from baton.core import SequenceSpec, WorkerInfo, WorkerRef
+from router.placement.promise import Flight
 from router.workers.stream import WorkerStream
 
 
 class Requirements(NamedTuple):
     """The requirements of a request for its workers, besides capacity. `keep` is the prefill worker that holds its KV;
     it is chosen while connected. Some workers may have cached a prefix of `spec`. `determinism` is the fingerprint that
-    a deterministic request began with. The fields `thinks` need a model that thinks.
+    a deterministic request began with. The fields `thinks` need a model that thinks. `flight` is for forecasts.
     """
 
     keep: WorkerStream | None = None
     spec: SequenceSpec | None = None
     determinism: str = ""
     thinks: Sequence[str] = ()
+    flight: Flight | None = None
 
     @property
     def capability(self) -> Hashable | None:
@@ -64,8 +66,9 @@ class Placement:
         on_change: Callable[[WorkerRef], None],
         on_release: Callable[[], None],
     ) -> None:
-        self.prefill, self.decode = prefill, decode
+        self.prefill, self.decode, self.cached = prefill, decode, cached
         self.on_first: Callable[[], None] = lambda: None
+        self.on_end: Callable[[], None] = lambda: None
         self._on_change, self._on_release = on_change, on_release
         self._computes = prefill or decode
         self._views = (self._computes.view, decode.view)  # kept, because a reconnected stream has a new view
@@ -115,6 +118,7 @@ class Placement:
         self.prefill_done()
         self._views[1].dispatched -= 1
         self._notify(self.decode)
+        self.on_end()
         self._on_release()
 
     def _notify(self, *links: WorkerStream) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from baton.errors import Violation
 from baton.ledger.control_state import RouterReport, WorkerDemand
 from baton.ledger.prefix_index import PrefixIndex
 from baton.rpc.channel import PLAINTEXT, Wire
-from router.placement.fleet import Fleet
+from router.placement.fleet import Fleet, WorkerRow
 from router.placement.policy import (
     AlonePolicy,
     Policy,
@@ -28,6 +28,7 @@ from router.placement.policy import (
     local_prefill_if_faster,
     prefill_s,
 )
+from router.placement.promise import Seat
 from router.placement.snapshot import Ask, Facts, Snapshot, WorkerView, has_pair, misfit
 from router.workers.placement import NO_REQUIREMENTS, Placement, Requirements
 from router.workers.stream import WorkerStream
@@ -119,12 +120,20 @@ class WorkerPool:
             await asyncio.wait([self._task])
         await asyncio.gather(*(link.stop() for link in self._links.values()))
 
-    def place(self, tokens: int, requirements: Requirements = NO_REQUIREMENTS) -> Placement | None:
+    def place(
+        self,
+        tokens: int,
+        requirements: Requirements = NO_REQUIREMENTS,
+        avoid: Collection[WorkerRef] = (),
+        itl_s: float = math.inf,
+    ) -> Placement | None:
         """Return a placement for `tokens` known tokens, or None if no capable workers have capacity. Without a capable
-        prefill worker, it is a decode worker alone.
+        prefill worker, it is a decode worker alone. Workers in `avoid` get nothing new. `itl_s` limits a step with a
+        prompt on a decode worker.
         """
-        snapshot, (keep, spec, determinism, _) = self._fleet.snapshot(), requirements
-        snapshot.chunk = self._options.chunk
+        snapshot, (keep, spec, determinism, *_) = self._fleet.snapshot(), requirements
+        snapshot.chunk, snapshot.slo_itl_s = self._options.chunk, min(self._options.slo_itl_s, itl_s)
+        self._fleet.hide(avoid)
         if requirements.capability is not None and not self.can_serve(requirements):
             return None
         if not snapshot.has_capacity(tokens):
@@ -141,6 +150,29 @@ class WorkerPool:
         if self._options.local_prefill and (faster := local_prefill_if_faster(snapshot, ask, pair)) is not None:
             return self._placed(ask, None, faster.decode, faster.ttft_s)
         return self._placed(ask, pair.prefill, pair.decode, pair.ttft_s if kept is None else 0.0)
+
+    def outlook(self, tokens: int, requirements: Requirements) -> tuple[list[Seat], list[Seat]]:
+        """Return the usable prefill and decode workers as forecasts see them."""
+        self._fleet.snapshot()
+        ask = self._fleet.ask(tokens, self._turn, None, requirements.spec, requirements.determinism)
+        seats: dict[Role, list[Seat]] = {role: [] for role in Role}
+        for row, link, facts in self._fleet.rows():
+            if link.usable and requirements.accepts(link.info):
+                by_row = ask.prefill_cached if link.info.role is Role.PREFILL else ask.decode_cached
+                cached = float(by_row[row])
+                seats[link.info.role].append(self._seat(link, facts, cached))
+        prefills = [] if self._options.colocated else seats[Role.PREFILL]
+        return prefills, seats[Role.DECODE]
+
+    def seats_of(self, placement: Placement) -> tuple[Seat | None, Seat]:
+        """Return the prefill worker, if any, and the decode worker of a new placement, as they were before it."""
+        prefill, decode, facts = placement.prefill, placement.decode, self._fleet.facts
+        source = None if prefill is None else self._seat(prefill, facts(prefill.info.ref), placement.cached)
+        return source, self._seat(decode, facts(decode.info.ref), 0.0)
+
+    def _seat(self, link: WorkerRow, facts: Facts[float], cached: float) -> Seat:
+        move_s = facts.token_bytes * self._fleet.byte_s
+        return Seat(link.info.ref, facts, cached, link.info.layout.block_size, move_s)
 
     def _moved(self, snapshot: Snapshot, ask: Ask, source: WorkerStream) -> Placement | None:
         """Return a placement for a sequence that `source`, a decode worker, holds, or None if no other has capacity."""
@@ -172,7 +204,7 @@ class WorkerPool:
     def expected(self) -> RouterReport:
         """Return the load of its workers and the predicted latencies of a typical request, without the queue."""
         self._fleet.snapshot()
-        rows = [(link.view, facts) for link, facts in self._fleet.rows() if link.usable]
+        rows = [(link.view, facts) for _, link, facts in self._fleet.rows() if link.usable]
         return expected(self._router_id, rows, self._typical, self._options.chunk if self._options.colocated else None)
 
     def place_on(self, worker_id: str, incarnation: Incarnation) -> Placement | None:

@@ -373,8 +373,8 @@ async def test_a_router_of_an_older_release_is_named(gateway):
 
 
 STATUS = {"InvalidRequest": 400, "UnknownModel": 404, "Unauthenticated": 401, "PermissionDenied": 403} | {
-    "Unsupported": 501, "RateLimited": 429, "Overloaded": 503, "NoWorker": 503, "WorkerLost": 503,
-    "DeadlineExceeded": 504, "Cancelled": 499, "EngineFault": 500,
+    "Unsupported": 501, "RateLimited": 429, "PromiseRefused": 429, "Overloaded": 503, "NoWorker": 503,
+    "WorkerLost": 503, "DeadlineExceeded": 504, "Cancelled": 499, "EngineFault": 500,
 }  # fmt: skip
 
 
@@ -393,6 +393,15 @@ async def test_retry_after(gateway):
     gateway.plays(Overloaded("full", 2.25))
     headers = (await refused(openai.InternalServerError, gateway.chat())).response.headers
     assert (headers["retry-after"], headers["retry-after-ms"]) == ("3", "2250")
+
+
+async def test_a_refused_promise_has_the_time_and_the_limits_that_can_be_promised(gateway):
+    gateway.plays(errors.PromiseRefused("not now", 2.25, ttft_ms=350.5))
+    failed = await refused(openai.RateLimitError, gateway.chat(extra_body={"ttft_ms": 200, "itl_ms": 9.5}), "not now")
+    headers = failed.response.headers
+    assert (headers["retry-after"], headers["baton-ttft-ms"], "baton-itl-ms" in headers) == ("3", "350.5", False)
+    [request] = gateway.fake.requests
+    assert (request.ttft_ms, request.itl_ms) == (200, 9.5)
 
 
 async def test_the_client_tries_again(gateway):

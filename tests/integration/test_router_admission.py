@@ -11,11 +11,11 @@ from google.rpc import error_details_pb2
 from grpc import aio
 from grpc_status import rpc_status
 
-from baton.errors import Overloaded
+from baton.errors import Overloaded, PromiseRefused
 from baton.limits import MAX_READ_AT_ONCE
 from baton.rpc.status import from_rpc_error
+from baton.rpc.v1 import common_pb2, worker_pb2
 from baton.rpc.v1 import inference_pb2 as pb
-from baton.rpc.v1 import worker_pb2
 from baton.tokenizer import OracleTokenizer
 from tests.integration.access_support import bearer, token_file
 from tests.support.in_process_router import at
@@ -176,3 +176,26 @@ async def test_a_token_has_so_many_texts_at_once_beside_its_requests(tokenizer, 
     tokenizer.go.set()
     assert [await text, await others] == [len(LARGE)] * 2
     held.cancel()
+
+
+# --- promises of latency
+
+
+async def test_a_promise_is_refused_with_its_facts_or_kept_and_counted(make):
+    cluster = await make()
+    with pytest.raises(PromiseRefused, match="before each worker has measured some steps"):
+        await cluster.generate(ttft_ms=60_000.0)
+    for worker in cluster.workers:  # 1 ms per step and token
+        worker.load_fields = {f"{worker.role}_pace": common_pb2.Pace(steps=64, tokens=64, context=64, seconds=0.064)}
+    assert len(ids_of(await cluster.generate())) == 8
+    with pytest.raises(PromiseRefused, match="a TTFT of 1 ms cannot be promised now") as caught:
+        await cluster.generate([1] * 50, ttft_ms=1.0)
+    assert caught.value.ttft_ms > 1.0
+    assert caught.value.retry_after_s > 0
+    assert len(ids_of(await cluster.generate(ttft_ms=60_000.0, itl_ms=60_000.0))) == 8
+    status = await cluster.status()
+    assert (status.promises_kept, status.promises_broken, status.promises_refused) == (1, 0, 2)
+    text = await cluster.http("/metrics")
+    assert 'baton_promises_total{outcome="kept"} 1.0' in text
+    assert 'baton_promise_calibration_total{bin="5",latency="ttft"}' in text
+    await cluster.nothing_is_left()

@@ -108,6 +108,7 @@ class FakeWorker(WorkerServicer):
         self._queue: asyncio.Queue[list[Event] | None] = asyncio.Queue()
         self._server = aio_server()
         self.wire = PLAINTEXT
+        self.load_fields: dict[str, Any] = {}  # further fields of its reports
         self.before_emit: Callable[[Event], None] = lambda item: None  # changes each event before it is sent
 
     def says(self, determinism: str) -> None:
@@ -172,7 +173,7 @@ class FakeWorker(WorkerServicer):
     def load(self) -> common_pb2.Load:
         used, total = sum(self._held.values()), self.info.total_blocks
         blocks = common_pb2.BlockCounts(total=total, free=total - used, reserved=used)
-        return common_pb2.Load(blocks=blocks, draining=self.draining)
+        return common_pb2.Load(blocks=blocks, draining=self.draining, **self.load_fields)
 
     def emit(self, *events: Event) -> None:
         heard = []

@@ -43,6 +43,7 @@ CAPS: tuple[Cap, ...] = (
         "400 naming the field",
     ),
     Cap("`priority`, above and below 0", limits.MAX_PRIORITY, "", _REFUSED),
+    Cap("`ttft_ms`, `itl_ms`", limits.MAX_PROMISE_MS, "milliseconds", _REFUSED),
     Cap("`resumable_s`", limits.MAX_RESUMABLE_S, "seconds", _REFUSED),
     Cap(
         "record of a stream on its decode worker",

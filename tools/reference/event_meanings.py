@@ -20,6 +20,11 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "request_attempted": (_ROUTER, "an attempt begins on these workers, named with their incarnations"),
         "request_accepted": (_ROUTER, "capacity is reserved, and the client receives `Accepted`; once per choice"),
         "request_first_token": (_ROUTER, "the first token arrived"),
+        "promise_broken": (
+            _ROUTER,
+            "a promised latency was not kept; `outcome` is broken_ttft, broken_itl or broken_death, and `promised` has "
+            "both limits",
+        ),
         "request_handed_back": (
             _ROUTER,
             "the attempt ended early and another one follows; `reason` is preempted, no_room, kv_dropped, "

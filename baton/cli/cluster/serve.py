@@ -183,14 +183,17 @@ async def _stop_signal() -> None:
         loop.remove_signal_handler(number)
 
 
+def _own(address: str, index: int) -> str:
+    """Return an address for router `index`; only the first router has the file's port."""
+    return f"{address.rpartition(':')[0]}:0" if index > 0 else address
+
+
 def router_settings(config: ClusterConfig, index: int = 0) -> RouterSettings:
     """Return the settings of router `index`. All share the client addresses; later ones use any free operator ports."""
     from router.context import RouterSettings
 
     router = config.router
-    admin, metrics = router.admin, router.metrics
-    if index > 0:  # only the first router has the file's ports
-        admin, metrics = f"{admin.rpartition(':')[0]}:0", f"{metrics.rpartition(':')[0]}:0"
+    admin, metrics = (_own(each, index) for each in (router.admin, router.metrics))
     return RouterSettings(
         attempts=config.retry.attempts,
         name=config.name,
@@ -226,6 +229,7 @@ def router_settings(config: ClusterConfig, index: int = 0) -> RouterSettings:
         scale=config.bounds,
         colocated=config.mode == "colocated",
         chunk=config.decode.max_batched_tokens,
+        prefill_chunk=config.prefill.max_batched_tokens,
         drain_s=config.scaling.drain_s,
         client_stall_s=router.slow_reader_s,
         traces=config.tracing.keep,

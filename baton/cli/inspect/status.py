@@ -138,6 +138,9 @@ def _requests(cluster: ClusterStatus) -> None:
     ended = f"{cluster.finished} finished, {cluster.cancelled} cancelled, {cluster.failed} failed"
     counts = f"{cluster.accepted} accepted, {ended}, {cluster.refused} refused"
     typer.echo(f"requests: {cluster.running} running, {cluster.queued} queued; {counts}")
+    if cluster.promises_kept + cluster.promises_broken + cluster.promises_refused:
+        given = f"{cluster.promises_kept} kept, {cluster.promises_broken} broken"
+        typer.echo(f"promises of latency: {given}, {cluster.promises_refused} refused")
     if cluster.queued:
         drain = f"{cluster.drain_requests_per_s:.3g} requests/s" if cluster.drain_requests_per_s else "not measured yet"
         typer.echo(f"queue: {cluster.queued_tokens} tokens; drains: {drain}")

@@ -47,6 +47,8 @@ def generate(  # noqa: PLR0913, PLR0917 (each is an option of the command)
         Path | None, typer.Option(help="write a signed receipt to this file, with the prompt, for `baton replay`")
     ] = None,
     think_while_decoding: Think = None,
+    ttft_ms: Annotated[float | None, typer.Option(help="TTFT to promise; refused within 50 ms otherwise")] = None,
+    itl_ms: Annotated[float | None, typer.Option(help="mean time between tokens to promise")] = None,
     model: options.ModelName = "",
     show: Annotated[
         str, typer.Option(help="facts to print after the answer, separated by commas: timings, tokens, thoughts, kv")
@@ -64,7 +66,7 @@ def generate(  # noqa: PLR0913, PLR0917 (each is an option of the command)
 
     request: Options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "n": n}
     request |= {"seed": seed, "stop": stop or [], "deterministic": deterministic or None, "model": model}
-    request |= {"think_while_decoding": think_while_decoding}
+    request |= {"think_while_decoding": think_while_decoding, "ttft_ms": ttft_ms, "itl_ms": itl_ms}
     if receipt is not None:
         request["receipt"] = True
     shown = parse_show(show)

@@ -12,7 +12,8 @@ production's admission, policies, placements, cost fit and prefix map, without s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,8 +29,10 @@ from baton.planner.sim.scenario import Scenario
 from baton.planner.sim.stats import Tally
 from baton.planner.sim.timing import Timing
 from decode_workers.reservations import Reservations
-from router.admission.admission import Admission, QueueLimits, ticket_for
+from router.admission.admission import QueueLimits, ticket_for
+from router.admission.promising import Promises, PromisingAdmission
 from router.placement.policy import ALONE, POLICIES
+from router.placement.promise import NO_PROMISE, Flight, Promise, Seat
 from router.placement.snapshot import WorkerView
 from router.request.lifecycle import DEATH_LIMIT
 from router.workers.placement import NO_REQUIREMENTS, Placement, Requirements
@@ -58,6 +61,10 @@ class SimRequirements:
     requirements: Requirements
     hashes: Sequence[bytes]
     block_tokens: int
+
+    @property
+    def flight(self) -> Flight | None:
+        return self.requirements.flight
 
 
 class Directory(PrefixIndex):
@@ -130,8 +137,10 @@ class SimRouter:
         settings = scenario.router
         self.directory = Directory(scenario.decode.block_size)
         self.pool = SimPool(scenario, kernel, self.directory)
-        self.admission: Admission[Placement] = Admission(
-            self._place,
+        chunk = scenario.prefill.max_batched_tokens
+        self.promises = Promises(self._outlook, self._place, self.pool.seats_of, kernel, chunk)
+        self.admission = PromisingAdmission(
+            self.promises,
             Placement.release,
             self.pool.can_serve,
             kernel,
@@ -140,13 +149,22 @@ class SimRouter:
         self.pool.on_change = self._changed
         self.queue_peak = 0
 
-    def _place(self, tokens: int, requirements: SimRequirements) -> Placement | None:
+    def _place(
+        self, tokens: int, requirements: SimRequirements, avoid: Collection[WorkerRef], itl_s: float
+    ) -> Placement | None:
+        self._find(tokens, requirements)
+        return self.pool.place(tokens, requirements.requirements, avoid, itl_s)
+
+    def _outlook(self, tokens: int, requirements: SimRequirements) -> tuple[list[Seat], list[Seat]]:
+        self._find(tokens, requirements)
+        return self.pool.outlook(tokens, requirements.requirements)
+
+    def _find(self, tokens: int, requirements: SimRequirements) -> None:
         self.directory.hashes, self.directory.block_tokens = requirements.hashes, requirements.block_tokens
         self.directory.most = tokens - 1
-        return self.pool.place(tokens, requirements.requirements)
 
     def _changed(self) -> None:
-        waiting = self.admission.waiting
+        waiting = self.admission.waiting + len(self.promises.lane)
         if waiting:
             self.queue_peak = max(self.queue_peak, waiting)
             self.admission.changed()
@@ -183,6 +201,7 @@ class DecodeSide(_Side, Protocol):
     def reserve(self, attempt: Attempt) -> None: ...
     def compute(self, attempt: Attempt) -> None: ...
     def fence(self, attempt: Attempt) -> None: ...
+    def progress(self, attempt: Attempt) -> int: ...
     def commit(self, attempt: Attempt, sender: PrefillSide) -> None: ...
 
 
@@ -345,8 +364,8 @@ class Request:
 
     __slots__ = (
         "_arrival", "_cluster", "_deaths", "_directory_hashes", "_failures", "_first_at", "_last_at", "_since",
-        "accepted", "arrived_at", "attempts", "content", "delivered", "gaps", "held", "kernel", "name", "number",
-        "overheads", "tokens",
+        "accepted", "arrived_at", "attempts", "content", "delivered", "flight", "gaps", "held", "kernel", "name",
+        "number", "overheads", "tokens",
     )  # fmt: skip
 
     def __init__(self, cluster: Simulation, arrival: Arrival, number: int) -> None:
@@ -357,6 +376,11 @@ class Request:
         self.content, self._directory_hashes = cluster.hashes.of(arrival) if arrival.blocks else (UNSHARED, [])
         self.attempts = self.delivered = self._failures = self._deaths = 0
         self.arrived_at = arrival.at_s
+        slo, settings = cluster.scenario.slo, cluster.scenario.router
+        promise = Promise(slo.ttft_s, slo.itl_s) if arrival.at_s >= settings.promises_from_s else NO_PROMISE
+        self.flight: Flight | None = None
+        if settings.promises_from_s < math.inf:
+            self.flight = Flight(arrival.prompt_tokens, self.tokens, arrival.at_s, promise)
         self._since: float | None = None  # start of the current search for a pair
         self.accepted = False
         self.held: Attempt | None = None  # attempt with KV kept at its prefill worker
@@ -374,6 +398,8 @@ class Request:
             self._cluster.tally.itl.add(now - self._last_at)
             self.gaps.append((now - self._last_at, 1))
         self.delivered, self._last_at = tokens, now
+        if self.flight is not None:
+            self.flight.seen(tokens, now)
 
     def over(self, attempt: Attempt, reason: str) -> None:
         if attempt.sent:
@@ -404,7 +430,7 @@ class Request:
         known = held.known if held is not None else self._arrival.prompt_tokens + self.delivered
         link = held.prefill.link if held is not None and held.prefill is not None else None
         hashes = self._directory_hashes
-        wanted = Requirements(link, _SHARED if hashes else None)
+        wanted = Requirements(link, _SHARED if hashes else None, flight=self.flight)
         requirements = SimRequirements(wanted, hashes, self._arrival.block_tokens)
         placement = self._cluster.router.admission.admit_now(known, requirements, returning=self.attempts > 0)
         if placement is None:
@@ -428,6 +454,9 @@ class Request:
 
     def _end(self, outcome: str) -> None:
         self._release_held()
+        if self.flight is not None:
+            complete = outcome == "completed"
+            self._cluster.router.promises.settle(self.flight, complete=complete, failed=not complete)
         self._cluster.ended(self, outcome)
 
     def _attempt(self, placement: Placement) -> None:
@@ -443,7 +472,9 @@ class Request:
         known = self._arrival.prompt_tokens + before if held is None else held.known
         if prefill is None:
             self._cluster.tally.local_prefills += 1
-        Attempt(self, placement, workers, known, before)
+        attempt = Attempt(self, placement, workers, known, before)
+        if self.flight is not None:
+            self.flight.count = lambda: max(workers[1].progress(attempt), self.delivered)
 
     def _release_held(self) -> None:
         held, self.held = self.held, None

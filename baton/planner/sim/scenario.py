@@ -128,6 +128,7 @@ class Router:
     max_wait_s: float = 10.0
     attempts: int = 3
     report_s: float = 1.0  # see `baton.planner.sim.request`
+    promises_from_s: float = math.inf  # arrivals from then on carry `Slo` as a promise
     slo_itl_s: float | None = None  # ITL goal of placements; None means that of `Slo`
 
 

@@ -401,6 +401,11 @@ class DecodeWorker(Worker):
         gaps.forget(min((one.joined for one in self.rows.values()), default=self.engine.rows.steps))
         attempt.request.gaps += gaps.of(row.joined, self.engine.rows.steps) + [(wait_s, 1) for wait_s in row.waits]
 
+    def progress(self, attempt: Attempt) -> int:
+        """Return the answer tokens of this attempt and those before it, or 0 while it does not decode."""
+        row = self.rows.get(attempt)
+        return self._delivered(attempt, row) if row is not None else 0
+
     def _delivered(self, attempt: Attempt, row: Row) -> int:
         return attempt.before + row.base - attempt.known + self.engine.generated(row)
 

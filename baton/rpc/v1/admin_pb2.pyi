@@ -91,6 +91,9 @@ class StatusReply(_message.Message):
     DRAIN_REQUESTS_PER_S_FIELD_NUMBER: _builtins.int
     DRAIN_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     CONTROL_FIELD_NUMBER: _builtins.int
+    PROMISES_KEPT_FIELD_NUMBER: _builtins.int
+    PROMISES_BROKEN_FIELD_NUMBER: _builtins.int
+    PROMISES_REFUSED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     router_id: _builtins.str
     version: _builtins.str
@@ -108,6 +111,10 @@ class StatusReply(_message.Message):
     drain_requests_per_s: _builtins.float
     """recent rate while requests waited; 0 means unknown"""
     drain_tokens_per_s: _builtins.float
+    promises_kept: _builtins.int
+    """of latency, since this router started"""
+    promises_broken: _builtins.int
+    promises_refused: _builtins.int
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     @_builtins.property
@@ -134,10 +141,13 @@ class StatusReply(_message.Message):
         drain_requests_per_s: _builtins.float = ...,
         drain_tokens_per_s: _builtins.float = ...,
         control: Global___Control | None = ...,
+        promises_kept: _builtins.int = ...,
+        promises_broken: _builtins.int = ...,
+        promises_refused: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["control", b"control"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "cancelled", b"cancelled", "control", b"control", "drain_requests_per_s", b"drain_requests_per_s", "drain_tokens_per_s", b"drain_tokens_per_s", "failed", b"failed", "finished", b"finished", "model", b"model", "name", b"name", "queued", b"queued", "queued_tokens", b"queued_tokens", "refused", b"refused", "router_id", b"router_id", "running", b"running", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "cancelled", b"cancelled", "control", b"control", "drain_requests_per_s", b"drain_requests_per_s", "drain_tokens_per_s", b"drain_tokens_per_s", "failed", b"failed", "finished", b"finished", "model", b"model", "name", b"name", "promises_broken", b"promises_broken", "promises_kept", b"promises_kept", "promises_refused", b"promises_refused", "queued", b"queued", "queued_tokens", b"queued_tokens", "refused", b"refused", "router_id", b"router_id", "running", b"running", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -255,6 +255,8 @@ class GenerateRequest(_message.Message):
     KV_LENGTHS_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     RECEIPT_FIELD_NUMBER: _builtins.int
+    TTFT_MS_FIELD_NUMBER: _builtins.int
+    ITL_MS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """"" : the served model"""
     text: _builtins.str
@@ -298,6 +300,12 @@ class GenerateRequest(_message.Message):
     """(false) `Completed` has a receipt that the router signs. Implies `deterministic: true` and, unless set, `logprobs: 0`.
     Rejected with `deterministic: false`, with `prompt_logprobs`, and without `security.receipt_key` in the cluster file.
     """
+    ttft_ms: _builtins.float
+    """Limits in milliseconds, 1 to 3600000 (none). An accepted request keeps them with at least 99 %; otherwise the call
+    ends within 50 ms with RESOURCE_EXHAUSTED (PromiseRefused). `ttft_ms` counts from the arrival to the first token,
+    `itl_ms` limits the mean time between tokens. Only with n = 1. A Resume has no promise.
+    """
+    itl_ms: _builtins.float
     @_builtins.property
     def token_ids(self) -> _common_pb2.TokenIds: ...
     @_builtins.property
@@ -330,10 +338,12 @@ class GenerateRequest(_message.Message):
         kv_lengths: _builtins.bool | None = ...,
         add_special_tokens: _builtins.bool | None = ...,
         receipt: _builtins.bool | None = ...,
+        ttft_ms: _builtins.float | None = ...,
+        itl_ms: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_cache_scope", b"_cache_scope", "_deterministic", b"_deterministic", "_idempotency_key", b"_idempotency_key", "_kv_lengths", b"_kv_lengths", "_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_receipt", b"_receipt", "_resumable_s", b"_resumable_s", "_think_while_decoding", b"_think_while_decoding", "_thoughts", b"_thoughts", "_trace", b"_trace", "add_special_tokens", b"add_special_tokens", "cache_scope", b"cache_scope", "chat", b"chat", "constraint", b"constraint", "deterministic", b"deterministic", "idempotency_key", b"idempotency_key", "kv_lengths", b"kv_lengths", "logprobs", b"logprobs", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "receipt", b"receipt", "resumable_s", b"resumable_s", "sampling", b"sampling", "text", b"text", "think_while_decoding", b"think_while_decoding", "thoughts", b"thoughts", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_cache_scope", b"_cache_scope", "_deterministic", b"_deterministic", "_idempotency_key", b"_idempotency_key", "_itl_ms", b"_itl_ms", "_kv_lengths", b"_kv_lengths", "_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_receipt", b"_receipt", "_resumable_s", b"_resumable_s", "_think_while_decoding", b"_think_while_decoding", "_thoughts", b"_thoughts", "_trace", b"_trace", "_ttft_ms", b"_ttft_ms", "add_special_tokens", b"add_special_tokens", "cache_scope", b"cache_scope", "chat", b"chat", "constraint", b"constraint", "deterministic", b"deterministic", "idempotency_key", b"idempotency_key", "itl_ms", b"itl_ms", "kv_lengths", b"kv_lengths", "logprobs", b"logprobs", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "receipt", b"receipt", "resumable_s", b"resumable_s", "sampling", b"sampling", "text", b"text", "think_while_decoding", b"think_while_decoding", "thoughts", b"thoughts", "token_ids", b"token_ids", "trace", b"trace", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_cache_scope", b"_cache_scope", "_deterministic", b"_deterministic", "_idempotency_key", b"_idempotency_key", "_kv_lengths", b"_kv_lengths", "_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_receipt", b"_receipt", "_resumable_s", b"_resumable_s", "_think_while_decoding", b"_think_while_decoding", "_thoughts", b"_thoughts", "_trace", b"_trace", "add_special_tokens", b"add_special_tokens", "cache_scope", b"cache_scope", "chat", b"chat", "client_tag", b"client_tag", "constraint", b"constraint", "deterministic", b"deterministic", "idempotency_key", b"idempotency_key", "kv_lengths", b"kv_lengths", "logprobs", b"logprobs", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "receipt", b"receipt", "resumable_s", b"resumable_s", "sampling", b"sampling", "text", b"text", "think_while_decoding", b"think_while_decoding", "thoughts", b"thoughts", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_cache_scope", b"_cache_scope", "_deterministic", b"_deterministic", "_idempotency_key", b"_idempotency_key", "_itl_ms", b"_itl_ms", "_kv_lengths", b"_kv_lengths", "_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_receipt", b"_receipt", "_resumable_s", b"_resumable_s", "_think_while_decoding", b"_think_while_decoding", "_thoughts", b"_thoughts", "_trace", b"_trace", "_ttft_ms", b"_ttft_ms", "add_special_tokens", b"add_special_tokens", "cache_scope", b"cache_scope", "chat", b"chat", "client_tag", b"client_tag", "constraint", b"constraint", "deterministic", b"deterministic", "idempotency_key", b"idempotency_key", "itl_ms", b"itl_ms", "kv_lengths", b"kv_lengths", "logprobs", b"logprobs", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "receipt", b"receipt", "resumable_s", b"resumable_s", "sampling", b"sampling", "text", b"text", "think_while_decoding", b"think_while_decoding", "thoughts", b"thoughts", "token_ids", b"token_ids", "trace", b"trace", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
@@ -343,6 +353,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__deterministic: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic"]  # noqa: Y015
     _WhichOneofReturnType__idempotency_key: _TypeAlias = _typing.Literal["idempotency_key"]  # noqa: Y015
     _WhichOneofArgType__idempotency_key: _TypeAlias = _typing.Literal["_idempotency_key", b"_idempotency_key"]  # noqa: Y015
+    _WhichOneofReturnType__itl_ms: _TypeAlias = _typing.Literal["itl_ms"]  # noqa: Y015
+    _WhichOneofArgType__itl_ms: _TypeAlias = _typing.Literal["_itl_ms", b"_itl_ms"]  # noqa: Y015
     _WhichOneofReturnType__kv_lengths: _TypeAlias = _typing.Literal["kv_lengths"]  # noqa: Y015
     _WhichOneofArgType__kv_lengths: _TypeAlias = _typing.Literal["_kv_lengths", b"_kv_lengths"]  # noqa: Y015
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
@@ -363,6 +375,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__thoughts: _TypeAlias = _typing.Literal["_thoughts", b"_thoughts"]  # noqa: Y015
     _WhichOneofReturnType__trace: _TypeAlias = _typing.Literal["trace"]  # noqa: Y015
     _WhichOneofArgType__trace: _TypeAlias = _typing.Literal["_trace", b"_trace"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_ms: _TypeAlias = _typing.Literal["ttft_ms"]  # noqa: Y015
+    _WhichOneofArgType__ttft_ms: _TypeAlias = _typing.Literal["_ttft_ms", b"_ttft_ms"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
@@ -373,6 +387,8 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__deterministic) -> _WhichOneofReturnType__deterministic | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__idempotency_key) -> _WhichOneofReturnType__idempotency_key | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__itl_ms) -> _WhichOneofReturnType__itl_ms | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__kv_lengths) -> _WhichOneofReturnType__kv_lengths | None: ...
     @_typing.overload
@@ -393,6 +409,8 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__thoughts) -> _WhichOneofReturnType__thoughts | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__trace) -> _WhichOneofReturnType__trace | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_ms) -> _WhichOneofReturnType__ttft_ms | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 

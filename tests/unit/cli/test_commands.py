@@ -29,7 +29,7 @@ from tests.support.waiting import eventually
 
 CODES = {  # interfaces.md
     "InvalidRequest": 2, "UnknownModel": 2, "ConfigError": 3, "CheckpointError": 3, "LedgerError": 4, "NoWorker": 4,
-    "Overloaded": 5, "RateLimited": 5, "Cancelled": 130,
+    "Overloaded": 5, "RateLimited": 5, "PromiseRefused": 5, "Cancelled": 130,
 }  # fmt: skip
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, BatonError)]
 

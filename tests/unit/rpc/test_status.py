@@ -38,6 +38,7 @@ VISIBLE: list[tuple[BatonError, Code]] = [
     (errors.Unsupported("Resume is not offered"), Code.UNIMPLEMENTED),
     (Overloaded("queue is full", retry_after_s=2.25), Code.RESOURCE_EXHAUSTED),
     (RateLimited("too many", retry_after_s=2.25), Code.RESOURCE_EXHAUSTED),
+    (errors.PromiseRefused("not now", 2.25, ttft_ms=350.5, itl_ms=20.25), Code.RESOURCE_EXHAUSTED),
     (errors.DeadlineExceeded("too late"), Code.DEADLINE_EXCEEDED),
     (errors.Cancelled("gone"), Code.CANCELLED),
     (errors.NoWorker("none lives"), Code.UNAVAILABLE),
@@ -94,7 +95,12 @@ def test_details_say_reason_domain_request_and_whether_a_retry_helps(name: str):
     assert request_id_of(failure(Code.INTERNAL, "others")) == request_id_of(grpc.RpcError()) == ""
 
 
-BY_DETAILS = errors.NoWorker, errors.WorkerLost, RateLimited  # their code alone has another meaning
+BY_DETAILS = (
+    errors.NoWorker,
+    errors.WorkerLost,
+    errors.PromiseRefused,
+    RateLimited,
+)  # their code alone has another meaning
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,34 @@
+"""Ranges of a request's numbers that can be checked without the model, and the promise that it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from baton import limits
+from baton.errors import Violation
+from baton.rpc.v1 import inference_pb2 as pb
+from router.placement.promise import NO_PROMISE, Promise
+
+
+def wrong_ranges(message: pb.GenerateRequest) -> Iterator[Violation]:
+    """Yield the fields that are out of their range. NaN is out of every range."""
+    if abs(message.priority) > limits.MAX_PRIORITY:
+        text = f"must be between -{limits.MAX_PRIORITY} and {limits.MAX_PRIORITY}, got {message.priority}"
+        yield Violation("priority", text)
+    if not 0 <= message.resumable_s <= limits.MAX_RESUMABLE_S:
+        text = f"must be between 0 and {limits.MAX_RESUMABLE_S} seconds, got {message.resumable_s}"
+        yield Violation("resumable_s", text)
+    asked = [("ttft_ms", message.ttft_ms)] if message.HasField("ttft_ms") else []
+    asked += [("itl_ms", message.itl_ms)] if message.HasField("itl_ms") else []
+    for field, value in asked:
+        if not 1 <= value <= limits.MAX_PROMISE_MS:
+            yield Violation(field, f"must be between 1 and {limits.MAX_PROMISE_MS} milliseconds, got {value:g}")
+        if message.n > 1:
+            yield Violation(field, f"must be left out with n above 1, got n {message.n}")
+
+
+def promise_of(message: pb.GenerateRequest) -> Promise:
+    """Return the promise that a valid request asks for."""
+    limits_s = {"ttft_s": message.ttft_ms / 1000, "itl_s": message.itl_ms / 1000}
+    asked = {name: value for name, value in limits_s.items() if value}
+    return Promise(**asked) if asked else NO_PROMISE

@@ -1,0 +1,112 @@
+"""A promise of latency to one request, and the flight of a choice: its progress as far as forecasts need it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from baton.core import WorkerRef
+from router.placement.snapshot import Facts
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """Upper limits in seconds that an accepted request keeps. `ttft_s` counts from the arrival at the router to the
+    first token there. `itl_s` is the mean time between its tokens, as in `slo.itl_ms`. inf promises nothing.
+    """
+
+    ttft_s: float = math.inf
+    itl_s: float = math.inf
+
+    @property
+    def given(self) -> bool:
+        return min(self.ttft_s, self.itl_s) < math.inf
+
+
+NO_PROMISE = Promise()
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One choice from its arrival to its end. Times are on the router's clock, in seconds. The observer of the choice
+    counts its tokens with `seen`; admission fills in the forecasts.
+    """
+
+    prompt: int  # tokens
+    answer: int  # tokens at most
+    arrived: float = 0.0
+    promise: Promise = NO_PROMISE
+    tenant: str = ""
+    urgent: bool = False  # a worker may compute it before earlier requests
+    overdue: bool = False  # it has waited too long: only other promises limit where it goes
+    done: int = 0  # tokens that the client has
+    first_at: float | None = None
+    last_at: float = 0.0
+    count: Callable[[], int] | None = field(default=None, repr=False)  # newer than `done`, in a simulation
+    made_at: float = 0.0  # time of the forecast `ttft_s`
+    ttft_s: float = 0.0  # largest forecast from `made_at` on, over all admissions beside it; 0 means none
+    itl_s: float = 0.0  # largest forecast of its mean gap, over all admissions beside it
+    move_s: float = 0.0  # forecast of the handoff
+    work: tuple[float, float] = (0.0, 0.0)  # prompt tokens to compute, and the positions that they attend to
+    attempts: int = 0
+
+    @property
+    def deadline(self) -> float:
+        return self.arrived + self.promise.ttft_s
+
+    @property
+    def left(self) -> int:
+        """Tokens to come, at most."""
+        return max(self.answer - (self.done if self.count is None else self.count()), 0)
+
+    @property
+    def gaps_key(self) -> int:
+        """The class of its number of gaps: a mean of more gaps varies less."""
+        return self.answer.bit_length()
+
+    def seen(self, tokens: int, now: float) -> None:
+        """Record that the client has `tokens` tokens."""
+        self.done, self.last_at = tokens, now
+        if self.first_at is None:
+            self.first_at = now
+
+    def mean_gap_s(self, step_s: float, now: float) -> float:
+        """Return the mean gap of the whole answer if all later steps take `step_s`. Spent time below the limit is
+        credit, spent time above it is debt. An answer that ends earlier has a mean between the present one and this.
+        """
+        gaps = self.answer - 1
+        if gaps < 1:
+            return 0.0
+        if self.first_at is None:
+            return step_s + self.move_s / gaps
+        return (now - self.first_at + self.left * step_s) / gaps
+
+    @property
+    def measured_gap_s(self) -> float:
+        """The mean gap so far, or 0 without one."""
+        return (self.last_at - self.first_at) / (self.done - 1) if self.first_at is not None and self.done > 1 else 0.0
+
+    @property
+    def kept(self) -> tuple[bool, bool]:
+        """Whether the tokens so far are within the promised TTFT, and within the promised mean gap."""
+        ttft = self.first_at is None or self.first_at <= self.deadline
+        return ttft, self.measured_gap_s <= self.promise.itl_s
+
+
+class Seat(NamedTuple):
+    """One usable worker for a request: its facts, the cached tokens of the prompt there, the tokens of a block, and the
+    seconds to move the KV of a token.
+    """
+
+    ref: WorkerRef
+    facts: Facts[float]
+    cached: float
+    block_size: int
+    move_s: float = 0.0
+
+    @property
+    def known(self) -> bool:
+        """Whether the worker's steps were measured."""
+        return self.facts.step_s + self.facts.token_s > 0.0
