@@ -44,7 +44,7 @@ class Replay:
     ttft: tuple[float, float, float]  # p50, p90, p99
     gaps: tuple[float, float]  # p50, p99
     kv_bytes: float
-    handoffs: float
+    handoffs: float  # a prediction includes requests that end with their first token
     local: float  # prompts that a decode worker computed; all of colocated workers
     errors: float
     generator_cpu: float = 0.0

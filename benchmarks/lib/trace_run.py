@@ -24,6 +24,7 @@ CHUNK = 256  # tokens of a colocated step
 ITL_MS = 100.0  # goal of the router and of the plan
 COMMON = (
     "model.max_model_len=4096",
+    "model.dtype=bfloat16",  # `auto` measures, and sides with different dtypes are not comparable
     "prefill.threads=1",
     "decode.threads=1",
     "router.queue.max_requests=1024",
