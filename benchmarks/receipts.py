@@ -40,7 +40,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="24 receipts, 2 deaths and 10 flips")
     parser.add_argument("--count", type=int, help="receipts (1000)")
-    parser.add_argument("--deaths", type=int, help="processes that are killed meanwhile (20)")
+    parser.add_argument("--deaths", type=int, help="processes that are killed during the run (20)")
     parser.add_argument("--flips", type=int, help="flipped bits of KV (200)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--matrix", action="store_true", help="only compare levels, threads and dtypes")

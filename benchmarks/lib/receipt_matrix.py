@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING, NamedTuple
@@ -85,6 +86,7 @@ def _run(setting: Setting, prompts: Sequence[tuple[int, ...]]) -> Run:
     shapes = checked_shapes(backend, FixedShapes(exact_rows=64))
     if shapes is None:
         return Run(setting, "", why=backend.nondeterminism)
+    print(f"{setting.weights}, {setting.level} x {setting.threads}", file=sys.stderr, flush=True)
     first, again = (_digests(backend, shapes, prompts, running) for running in (64, 3))
     return Run(setting, bits_fingerprint(backend, shapes), first, first == again)
 

@@ -1,4 +1,4 @@
-"""Receipts of a cluster whose processes die meanwhile, and their replay by `baton replay`."""
+"""Receipts of a cluster under deaths of its processes, and their replay by `baton replay`."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ async def test_after_the_death_of_a_decode_worker(signing, key):
 
 
 async def test_a_resumed_one_is_computed_from_its_first_token_on(signing, key):
-    """The router signs nothing that only the client says."""
+    """The router signs no value that it has from the client alone."""
     cluster = await signing()
     events = await cluster.resume(request(), ANSWER[:3], fingerprint="x")
     assert ids_of(events, 3) == ANSWER[3:], "the client gets only the rest"
