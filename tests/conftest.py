@@ -18,6 +18,9 @@ SEED_VARIABLE = "BATON_TEST_SEED"
 CHECKED = ("tests/unit/", "tests/guards/")
 CI_SEED = 20_240_229  # fixed: a merge must not fail because of another run's inputs
 
+# Threads that wait for others sleep. By default each of a cluster's processes would spin on all cores, while the others
+# need them: a step of two threads then takes twenty times as much CPU time.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 MACHINES = [hypothesis.HealthCheck.too_slow]  # drawing inputs is slow on slow machines
 hypothesis.settings.register_profile("baton", deadline=None, print_blob=True, suppress_health_check=MACHINES)
 hypothesis.settings.load_profile("baton")

@@ -3,8 +3,15 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.cluster_process import Home
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Compute references in one thread. Two that wait for each other while clusters run take 20 times as long."""
+    torch.set_num_threads(1)
 
 
 @pytest.hookimpl(tryfirst=True)

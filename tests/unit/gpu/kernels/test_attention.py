@@ -10,7 +10,7 @@ from benchmarks.lib import flash_gpu
 from benchmarks.lib.device import CASES, Case, attention_error, batch_of
 from tests.support.paged_attention import paged
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(2)
 TILES = Tiles(16, 16, 1, 1)
 
 

@@ -17,7 +17,7 @@ from baton.engine.models.llama import Parts, Step
 from baton.engine.models.moe import SparseMLP, feed_forward
 from benchmarks.lib.random_weights import RandomCheckpoint
 
-pytestmark = pytest.mark.sample(6)
+pytestmark = pytest.mark.sample(3)
 MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "vocab_size": 97, "hidden_size": 40}
 MIXTRAL |= {"intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
 MIXTRAL |= {"num_local_experts": 5, "num_experts_per_tok": 2, "max_position_embeddings": 64}
