@@ -40,7 +40,7 @@ IDEAS = {
     "flat_gemm": Ideas(flat_gemm=False),
     "dispatch": Ideas(dispatch=False),
 }
-"""What differs from the engine: the unified maximum is on; the others are off."""
+"""Each differs from the engine in one switch: the unified maximum is on, or one of the others is off."""
 BLOCK, LOG2E, POSITIONS = 16, 1.4426950408889634, 8192
 HOST = torch.device("cpu")
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -154,7 +154,8 @@ class Results:
             "Flat GEMM and dispatch: the linear layers of one layer, by rows": self.linear(),
             "Whole forwards": self.steps(),
         }
-        return "\n\n".join([*(f"#### {title}\n{table}" for title, table in titles.items()), "\n".join(self.notes())])
+        parts = [*(f"#### {title}\n{table}" for title, table in titles.items()), "\n".join(self.notes())]
+        return "\n\n".join(filter(None, parts))
 
     def ratios(self) -> dict[str, float | None]:
         """Return the medians of each idea, over all and by level and dtype, of the tables shown so far."""
