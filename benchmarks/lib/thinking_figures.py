@@ -120,8 +120,8 @@ def figures(measured: Measured) -> dict[str, float | None]:
         found[f"equal_{name}"], found[f"equal_{name}_of"] = one.equal, one.of
     for filler in (True, False):
         loads = [load for load in measured.prompts if bool(load.filler) == filler]
-        for mode in (AUTO, FAST):
-            name = "rounds_per_chunk" + "_dense" * (not filler) + f"_{mode}" * (mode != AUTO)
+        for mode in (AUTO, FAST, UNLIMITED):
+            name = "rounds_per_chunk" + "_dense" * (not filler) + f"_{mode.replace(' ', '_')}" * (mode != AUTO)
             found[name] = round(measured.rounds_per_chunk(mode, loads), 4) if loads else None
     main = Case(Load(30, 1.0), ALONE)
     found["fast_prefill_speedup"] = _middle(measured, main, AUTO, SEQUENTIAL) if main in measured.runs else None

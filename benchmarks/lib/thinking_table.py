@@ -43,11 +43,11 @@ def agreements(measured: Measured) -> str:
 
 def rounds(measured: Measured) -> str:
     """Return a line per load, with means over its prompts."""
-    rows = []
+    modes, rows = (FAST, UNLIMITED, AUTO), list[list[str]]()
     for load, sums in measured.prompts.items():
         means = [f"{value / sums.number:.0f}" for value in (sums.tokens, sums.chunks, sums.thoughts)]
-        rows.append([str(load), *means, *(f"{measured.rounds_per_chunk(mode, [load]):.3f}" for mode in (FAST, AUTO))])
-    return markdown(["", "tokens", "chunks", "thoughts", "fast, forwards per chunk", "auto, forwards per chunk"], rows)
+        rows.append([str(load), *means, *(f"{measured.rounds_per_chunk(mode, [load]):.3f}" for mode in modes)])
+    return markdown(["", "tokens", "chunks", "thoughts", *(f"{mode}, forwards per chunk" for mode in modes)], rows)
 
 
 def speed(measured: Measured) -> str:

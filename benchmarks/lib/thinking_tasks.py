@@ -123,7 +123,7 @@ def figures(compared: Compared) -> dict[str, float | None]:
             found[f"{task}_{kind}_{steps}"] = round(one.right / one.of, 4)
     for steps in TASKS["coin"].lengths:
         found[f"cot_accuracy_{steps}"] = found.get(f"coin_{COT}_{steps}")
-    for name, task in {"speedup_vs_cot": None, **{f"speedup_vs_cot_{task}": task for task in TASKS}}.items():
-        value = compared.speedup(task)
-        found[name] = None if value is None else round(value, 4)
+    speedups = {"speedup_vs_cot": compared.speedup()}
+    speedups |= {f"speedup_vs_cot_{task}": compared.speedup(task) for task in TASKS}
+    found |= {name: None if value is None else round(value, 4) for name, value in speedups.items()}
     return found

@@ -29,8 +29,8 @@ def fresh(task):
 
 def test_programs_run_as_python():
     for sample in fresh("variables"):
-        text, asked = re.fullmatch(r"(.*)\. What is (.)\? A:", sample.prompt).groups()
-        values, thoughts = {}, []
+        [(text, asked)] = re.findall(r"(.*)\. What is (.)\? A:", sample.prompt)
+        values, thoughts = dict[str, int](), list[str]()
         for number, line in enumerate(text.split(",")):
             exec(line, {"__builtins__": {}}, values)
             thoughts += ["".join(str(values[name] % 10) for name in "abc")] if number > 2 else []
