@@ -500,6 +500,8 @@ class Load:
     rollbacks: int = 0  # candidates that a verify pass rejected
     recomputed_tokens: int = 0  # dropped candidates and the tokens after them
     draining: bool = False  # accepts nothing new, finishes its requests
+    speculated_tokens: int = 0  # proposals that were computed
+    accepted_tokens: int = 0  # proposals that were drawn
 
     @property
     def starved(self) -> bool:

@@ -213,6 +213,17 @@ class PrefillConfig(PoolConfig):
     replicas: Workers = Field(default=1, description="workers at the start; 0 is allowed with mode colocated")
 
 
+class DecodeConfig(PoolConfig):
+    """The pool of decode workers."""
+
+    speculation: Annotated[str, Field(pattern=r"^(off|auto|ngram|draft:.+)$")] = Field(
+        default="off",
+        description="proposals of next tokens, which one step checks together, on a CPU: ngram continues earlier places"
+        " of a request's own text, draft:PATH asks a small model with the same tokenizer, auto means ngram where steps"
+        " with proposals round like those without; streams stay the same",
+    )
+
+
 # The check of `ClusterConfig` as JSON Schema.
 NONE_IF_COLOCATED: dict[str, JsonValue] = {
     "if": {"properties": {"mode": {"const": "colocated"}}, "required": ["mode"]},
@@ -220,9 +231,10 @@ NONE_IF_COLOCATED: dict[str, JsonValue] = {
 }
 
 
-def joined(prefill: PrefillConfig, decode: PoolConfig) -> dict[str, PoolConfig]:
+def joined(prefill: PrefillConfig, decode: DecodeConfig) -> dict[str, PoolConfig]:
     """Return the pools of colocated mode: no prefill, and all workers and limits in `decode`. Idempotent."""
-    none = PrefillConfig.model_validate(decode.model_dump(exclude_unset=True) | {"replicas": 0, "autoscale": None})
+    shared = decode.model_dump(exclude_unset=True, exclude={"speculation"})
+    none = PrefillConfig.model_validate(shared | {"replicas": 0, "autoscale": None})
     scale, fixed = decode.autoscale, prefill.replicas
     if scale is not None:
         least, most = (prefill.autoscale.min, prefill.autoscale.max) if prefill.autoscale else (fixed, fixed)
@@ -497,7 +509,7 @@ class ClusterConfig(Section):
     ray: RayConfig = RayConfig()
     router: RouterConfig = RouterConfig()
     prefill: PrefillConfig = PrefillConfig()
-    decode: PoolConfig = PoolConfig()
+    decode: DecodeConfig = DecodeConfig()
     transfer: TransferConfig = TransferConfig()
     ledger: LedgerConfig = LedgerConfig()
     scaling: ScalingConfig = ScalingConfig()

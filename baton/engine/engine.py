@@ -29,7 +29,9 @@ from baton.engine.overlap import Overlap
 from baton.engine.request import Request, RequestFactory
 from baton.engine.sampling.output import OutputFactory
 from baton.engine.scheduler import Scheduler
-from baton.engine.sequence import LayerListener, ScheduledSequence, SchedulerOutput, Sequence, VerifyWork
+from baton.engine.sequence import LayerListener, ScheduledSequence, SchedulerOutput, Sequence
+from baton.engine.speculation.forwards import Speculation, SpeculationOptions
+from baton.engine.speculation.own_forwards import OwnForwards, OwnWork
 from baton.engine.states import States
 from baton.engine.step_result import Counters, SequenceOutput, StepResult
 from baton.engine.thinking import Thoughts
@@ -37,6 +39,8 @@ from baton.errors import EngineFault, RankLost
 from baton.tokenizer import Tokenizer
 
 _Result = TypeVar("_Result")
+_Work = TypeVar("_Work", bound=OwnWork)
+_Draws = TypeVar("_Draws")
 NO_TOKEN = "no token can be sampled: the largest logit is not a finite number"
 log = structlog.get_logger()
 
@@ -48,7 +52,8 @@ class Engine:
     reported. `prefix_cache` keeps KV of full blocks for the same `cache_scope` while capacity lasts. `shapes` enables
     deterministic requests; None rejects them. `overlap` launches decode steps before the last tokens are on the host
     (`overlap.py`); None means on a GPU. `exposed` KV can be read by other processes of this host. Up to `state_slots`
-    sequences, twice `max_running` by default, have a state of recurrent layers if the model has such layers.
+    sequences, twice `max_running` by default, have a state of recurrent layers if the model has such layers, which
+    excludes `speculation`, as `overlap` and thoughts do.
     """
 
     def __init__(  # noqa: PLR0913  (all but three have a default)
@@ -66,6 +71,7 @@ class Engine:
         overlap: bool | None = None,
         exposed: bool = False,
         state_slots: int | None = None,
+        speculation: SpeculationOptions | None = None,
     ) -> None:
         self.backend, self.layout, self.tokenizer = backend, backend.layout, tokenizer
         self.kv = backend.make_cache(total_blocks + bool(shapes), exposed=exposed)  # one more block is for padding
@@ -92,6 +98,8 @@ class Engine:
         begin_fixed = None if self._fixed is None else self._fixed.begin
         self._factory = RequestFactory(backend, choices, begin_fixed, self._thoughts, self._states, prefix_cache)
         self._exact_rows = shapes.exact_rows if shapes else 0
+        forwards = self._ordinary, self._scheduler, backend
+        self._speculation = None if speculation is None else Speculation(*forwards, speculation)
         self._requests: dict[HandoffId, Request] = {}
         self._ended: list[SequenceOutput] = []  # ended by known tokens; reported by the next step
         early = backend.device.type == "cuda" if overlap is None else overlap
@@ -213,21 +221,9 @@ class Engine:
         return bool(self._scheduler.running or self._scheduler.waiting or self._ended or self._overlap.under_way)
 
     def load(self) -> Load:
-        running, counters = self._scheduler.running, self.counters
-        return Load(
-            step=counters.steps,
-            running=len(running),
-            waiting=len(self._scheduler.waiting),
-            queued_tokens=sum(max(0, s.prefill_end - s.computed) for s in running) + self._scheduler.waiting_tokens,
-            prefill_tokens=counters.prefill_tokens,
-            cached_tokens=counters.cached_tokens,
-            decode_steps=counters.decode_steps,
-            decode_tokens=counters.decode_tokens,
-            verify_passes=counters.verify_passes,
-            rollbacks=counters.rollbacks,
-            recomputed_tokens=counters.recomputed_tokens,
-            blocks=self.pool.counts(),
-        )
+        running, waiting = self._scheduler.running, self._scheduler.waiting
+        queued = sum(max(0, s.prefill_end - s.computed) for s in running) + self._scheduler.waiting_tokens
+        return self.counters.load(len(running), len(waiting), queued, self.pool.counts())
 
     def step(self) -> StepResult:
         result, self._ended = StepResult(outputs=self._ended), []
@@ -253,11 +249,14 @@ class Engine:
         return result
 
     def _run_plan(self, plan: SchedulerOutput, result: StepResult) -> None:
-        if work := [item for item in plan.work if item.sequence.key in self._requests]:  # not just ended
+        work = [item for item in plan.work if item.sequence.key in self._requests]  # not just ended
+        if self._speculation and self._speculation.takes(work, self._requests):
+            self._run_own(self._speculation, work, result)
+        elif work:
             self._run(work, result)
         windows = [window for window in plan.windows if window.sequence.key in self._requests]  # not just failed
         if windows and self._fixed:
-            self._run_fixed(self._fixed, windows, result)
+            self._run_own(self._fixed, windows, result)
 
     def _run(self, work: list[ScheduledSequence], result: StepResult) -> None:
         done: list[ScheduledSequence] = []
@@ -276,14 +275,14 @@ class Engine:
             for each in drawn:
                 self._deliver(each, result)
 
-    def _run_fixed(self, fixed: FixedForwards, windows: list[VerifyWork], result: StepResult) -> None:
-        requests = [self._requests[window.sequence.key] for window in windows]
+    def _run_own(self, own: OwnForwards[_Work, _Draws], work: list[_Work], result: StepResult) -> None:
+        requests = [self._requests[item.sequence.key] for item in work]
         sequences = [request.sequence for request in requests]
-        drawn = self._compute(lambda: fixed.compute(windows, requests, self.kv, self._on_layer), sequences, result)
+        drawn = self._compute(lambda: own.compute(work, requests, self.kv, self._on_layer), sequences, result)
         if drawn is not None:
-            fixed.count(windows, result, self.counters)
-            for window, request, draws in zip(windows, requests, drawn, strict=bool(drawn)):
-                self._settle(request, fixed.take(window, request, draws, self.counters), result)
+            own.count(work, result, self.counters)
+            for item, request, draws in zip(work, requests, drawn, strict=bool(drawn)):
+                self._settle(request, own.take(item, request, draws, self.counters), result)
             result.add_thoughts(sequences)
 
     def _compute(self, compute: Callable[[], _Result], sequences: list[Sequence], result: StepResult) -> _Result | None:

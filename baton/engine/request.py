@@ -14,6 +14,7 @@ from baton.engine.sampling.logits import Row
 from baton.engine.sampling.output import OutputFactory, OutputState
 from baton.engine.sampling.prompt_logprobs import PromptScores
 from baton.engine.sequence import Sequence, SequencePolicy
+from baton.engine.speculation.control import Speculating
 from baton.engine.states import States
 from baton.engine.step_result import KvLengths, SequenceOutput
 from baton.engine.thinking import Thoughts
@@ -30,6 +31,7 @@ class Request:
     held: bool = False
     draft: CandidateTokens | None = None
     progress: VerifiedProgress | None = None  # set together with `draft`
+    speculating: Speculating | None = None  # after its first speculative step
 
     @property
     def tokens(self) -> list[int]:

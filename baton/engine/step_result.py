@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from baton.core import Finish, HandoffId, PromptPart, Thought, Token
+from baton.core import BlockCounts, Finish, HandoffId, Load, PromptPart, Thought, Token
 from baton.engine.determinism.planner import Verifying
 from baton.engine.sequence import ScheduledSequence, Sequence, SequencePolicy
 from baton.errors import EngineFault
@@ -96,6 +96,27 @@ class Counters:
     verify_passes: int = 0
     rollbacks: int = 0  # candidates that a verify pass rejected
     recomputed_tokens: int = 0  # rejected candidates and those behind them
+    speculated_tokens: int = 0  # proposals that were computed
+    accepted_tokens: int = 0  # those that were drawn
+
+    def load(self, running: int, waiting: int, queued_tokens: int, blocks: BlockCounts) -> Load:
+        """Return the load report of an engine with these requests, tokens of waiting prompts, and blocks."""
+        return Load(
+            step=self.steps,
+            running=running,
+            waiting=waiting,
+            queued_tokens=queued_tokens,
+            prefill_tokens=self.prefill_tokens,
+            cached_tokens=self.cached_tokens,
+            decode_steps=self.decode_steps,
+            decode_tokens=self.decode_tokens,
+            verify_passes=self.verify_passes,
+            rollbacks=self.rollbacks,
+            recomputed_tokens=self.recomputed_tokens,
+            speculated_tokens=self.speculated_tokens,
+            accepted_tokens=self.accepted_tokens,
+            blocks=blocks,
+        )
 
     def count(self, work: list[ScheduledSequence], result: StepResult) -> None:
         """Count an ordinary batch, before `Scheduler.commit_step`."""

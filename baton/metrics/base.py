@@ -54,6 +54,8 @@ _VERIFYING: tuple[tuple[str, str, Callable[[Load], int]], ...] = (
         "Candidates dropped by rollbacks, later ones included",
         lambda load: load.recomputed_tokens,
     ),
+    ("baton_speculated_tokens", "Tokens of speculation that were computed", lambda load: load.speculated_tokens),
+    ("baton_accepted_tokens", "Tokens of speculation that were drawn", lambda load: load.accepted_tokens),
 )
 
 

@@ -38,6 +38,7 @@ from baton.home import baton_home
 from baton.model_hub import model_folder
 from baton.tokenizer import ORACLE_MODEL, load_tokenizer
 from baton.worker.settings import WorkerSettings, located
+from baton.worker.speculation_choice import speculation_of
 
 if TYPE_CHECKING:
     from baton.engine.models.checkpoint import LoadProgress
@@ -119,6 +120,7 @@ def build_engine(settings: WorkerSettings, loaded: ModelBackend | None = None) -
     backend = loaded or load_backend(settings)
     claim_activations(backend, settings.max_batched_tokens, settings.max_running)
     shapes = checked_shapes(backend, settings.shapes)
+    speculation = speculation_of(settings, backend, shapes, load_backend)
     sizing = size_kv(
         backend.layout,
         kv_memory=settings.kv_memory,
@@ -129,10 +131,11 @@ def build_engine(settings: WorkerSettings, loaded: ModelBackend | None = None) -
         key=f"{settings.role.value}.kv_memory",
         sequences=settings.max_running,
     )
+    blocks = sizing.total_blocks
     engine = Engine(
         backend,
         load_tokenizer(settings.model_path),
-        total_blocks=sizing.total_blocks,
+        total_blocks=blocks if speculation is None else speculation.proposer.reserve(blocks, backend.layout),
         max_model_len=sizing.max_model_len,
         max_batched_tokens=settings.max_batched_tokens,
         max_running=settings.max_running,
@@ -141,6 +144,7 @@ def build_engine(settings: WorkerSettings, loaded: ModelBackend | None = None) -
         shapes=shapes,
         exposed=exposes_kv(settings, backend.device),
         state_slots=sizing.state_slots,
+        speculation=speculation,
     )
     if settings.role is Role.DECODE and backend.device.type == "cuda" and backend.thinker is None:
         from baton.engine.kernels.gpu.cuda_graphs import with_graphs  # never needed on a CPU

@@ -47,6 +47,7 @@ class WorkerSettings:
     transfer: TransferSettings
     shapes: FixedShapes = field(default_factory=FixedShapes)
     auto_rows: bool = False  # rows of verify passes come from measurements
+    speculation: str = "off"  # of a decode worker: auto, ngram, or draft: and a path
     thinking_prefill: Literal["auto", "fast", "sequential", "off"] = "auto"
     history: str | None = None  # a folder
     tls: TlsConfig | None = None
@@ -94,6 +95,7 @@ def from_config(config: ClusterConfig, role: Role, worker_id: str, begins: Role 
         heartbeat_s=config.ledger.heartbeat_s,
         shapes=shapes_of(config, pool.max_running),
         auto_rows=config.determinism.rows == "auto",
+        speculation=config.decode.speculation if role is Role.DECODE else "off",
         thinking_prefill=config.thinking.prefill,
         history=config.history,
         tls=config.security.tls,

@@ -8,12 +8,12 @@ from openai import OpenAI
 
 from baton.errors import BatonError, NoWorker, WorkerLost
 from tests.support.cluster_process import FREE_PORTS, HANDED_OVER, ClusterProcess, is_zombie
-from tests.support.load import Streams, read
+from tests.support.load import Streams, oracle_answer, read
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually, until_interrupted
 
 pytestmark = pytest.mark.slow
-SETS = (HANDED_OVER, "model.path=oracle", "router.queue.max_wait_s=60")
+SETS = (HANDED_OVER, "model.path=oracle", "router.queue.max_wait_s=60", "decode.speculation=ngram")
 LONG = {"max_tokens": 600, "temperature": 0, "ignore_eos": True}
 LONGER = LONG | {"max_tokens": 1900}  # it must not have ended when the signal arrives
 
@@ -44,6 +44,23 @@ def test_a_killed_process_is_replaced(cluster, name):
     eventually(lambda: serves(cluster), within_s=30)
     assert serves(cluster) == right
     cluster.wait_replaced(name, pid)
+    eventually(cluster.all_free)
+
+
+def test_an_answer_with_accepted_proposals_survives_the_death_of_its_decode_worker(cluster):
+    """The oracle's answer is computed without speculation. Two likely letters make a text that repeats itself."""
+    sampling = {"max_tokens": 600, "temperature": 0.7, "seed": 5, "ignore_eos": True}
+    right = oracle_answer(b"repeated", **sampling, logit_bias=((97, 12.0), (98, 12.0)))
+    eventually(lambda: serves(cluster), within_s=30)
+    bias = {97: 12.0, 98: 12.0}
+    with cluster.client() as client, client.stream("repeated", **sampling, logit_bias=bias) as stream:
+        read(stream, 50)
+        pid = cluster.kill("decode-0")
+        answer = stream.collect()
+    assert tuple(answer.tokens) == right
+    cluster.wait_replaced("decode-0", pid)
+    load = eventually(lambda: cluster.loads()["decode-0"])
+    assert 0 < load.accepted_tokens < load.speculated_tokens
     eventually(cluster.all_free)
 
 

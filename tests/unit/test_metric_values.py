@@ -78,6 +78,7 @@ def test_metrics_have_the_names_that_dashboards_read():
 def test_what_workers_did_for_deterministic_requests():
     metrics = Metrics("test", "0")
     loads = [("decode-0", Load(verify_passes=3, rollbacks=2, recomputed_tokens=40)), ("decode-1", Load())]
+    loads[0][1].speculated_tokens, loads[0][1].accepted_tokens = 9, 6
     metrics.watch_verifying(lambda: loads)
     metrics.ended("finished", deterministic=True)
     metrics.ended("finished")
@@ -86,6 +87,8 @@ def test_what_workers_did_for_deterministic_requests():
         'baton_verify_passes_total{worker="decode-0"} 3.0',
         'baton_rollbacks_total{worker="decode-0"} 2.0',
         'baton_recomputed_tokens_total{worker="decode-0"} 40.0',
+        'baton_speculated_tokens_total{worker="decode-0"} 9.0',
+        'baton_accepted_tokens_total{worker="decode-0"} 6.0',
         'baton_verify_passes_total{worker="decode-1"} 0.0',
         'baton_deterministic_requests_total{outcome="finished"} 1.0',
         'baton_requests_total{outcome="finished"} 2.0',

@@ -186,6 +186,15 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "weights_widened": (_BOTH, "these kinds of quantised layers are kept in the model's dtype"),
         "fallback_checked": (_BOTH, "over Baton's KV, a model in transformers gives the logits of transformers"),
         "fixed_forwards_checked": (_BOTH, "the results of a fixed shape do not depend on the other sequences"),
+        "speculation_off": (_DECODE, "`decode.speculation: auto` makes no proposals here, for this reason"),
+        "speculation_on": (
+            _DECODE,
+            "decode steps may have proposals, up to so many `rows` in total",
+        ),
+        "speculation_rounds": (
+            _DECODE,
+            "larger steps round differently here, so proposals may change the last bits",
+        ),
         "fixed_forwards_vary": (_BOTH, "they do depend on them, so this worker accepts no deterministic requests"),
         "decode_steps_vary": (
             _BOTH,

@@ -150,7 +150,7 @@ def _workers(cluster: ClusterStatus) -> None:
     for worker in cluster.workers:
         if worker.note:
             typer.echo(f"{worker.info.ref.worker_id}: {first_line(worker.note)}")
-    for line in (*transports(cluster), *determinism(cluster)):
+    for line in (*transports(cluster), *determinism(cluster), *speculation(cluster)):
         typer.echo(line)
     rows = [dict(zip(COLUMNS, _row(worker), strict=True)) for worker in cluster.workers]
     console = Console(width=None if sys.stdout.isatty() else 240)
@@ -204,6 +204,16 @@ def determinism(cluster: ClusterStatus) -> Iterator[str]:
             f"{sum(load.rollbacks for load in loads)} rollbacks, "
             f"{sum(load.recomputed_tokens for load in loads)} tokens recomputed"
         )
+
+
+def speculation(cluster: ClusterStatus) -> Iterator[str]:
+    """Yield a line with the proposals of all workers that have made some."""
+    found = [worker for worker in cluster.workers if worker.load.speculated_tokens]
+    if found:
+        proposed = sum(worker.load.speculated_tokens for worker in found)
+        accepted = sum(worker.load.accepted_tokens for worker in found)
+        names = ", ".join(worker.info.ref.worker_id for worker in found)
+        yield f"speculation on {names}: {proposed} tokens proposed, {accepted} accepted ({accepted / proposed:.0%})"
 
 
 def _computes_with(info: WorkerInfo) -> str:

@@ -613,6 +613,8 @@ class Load(_message.Message):
     ROLLBACKS_FIELD_NUMBER: _builtins.int
     RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    SPECULATED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
@@ -635,6 +637,10 @@ class Load(_message.Message):
     """rejected tokens and the tokens after them"""
     draining: _builtins.bool
     """accepts no new requests and finishes the running ones"""
+    speculated_tokens: _builtins.int
+    """proposed by a drafter and computed"""
+    accepted_tokens: _builtins.int
+    """proposed tokens that were drawn"""
     @_builtins.property
     def blocks(self) -> Global___BlockCounts: ...
     @_builtins.property
@@ -679,10 +685,12 @@ class Load(_message.Message):
         rollbacks: _builtins.int = ...,
         recomputed_tokens: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        speculated_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["beside_pace", b"beside_pace", "blocks", b"blocks", "decode_pace", b"decode_pace", "joint_pace", b"joint_pace", "prefill_pace", b"prefill_pace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beside_pace", b"beside_pace", "blocks", b"blocks", "cached_tokens", b"cached_tokens", "channels", b"channels", "decode_pace", b"decode_pace", "decode_steps", b"decode_steps", "decode_tokens", b"decode_tokens", "draining", b"draining", "fetched_tokens", b"fetched_tokens", "joint_pace", b"joint_pace", "prefill_pace", b"prefill_pace", "prefill_tokens", b"prefill_tokens", "queued_tokens", b"queued_tokens", "recomputed_tokens", b"recomputed_tokens", "rollbacks", b"rollbacks", "running", b"running", "step", b"step", "transfer_bytes", b"transfer_bytes", "transport", b"transport", "verify_passes", b"verify_passes", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "beside_pace", b"beside_pace", "blocks", b"blocks", "cached_tokens", b"cached_tokens", "channels", b"channels", "decode_pace", b"decode_pace", "decode_steps", b"decode_steps", "decode_tokens", b"decode_tokens", "draining", b"draining", "fetched_tokens", b"fetched_tokens", "joint_pace", b"joint_pace", "prefill_pace", b"prefill_pace", "prefill_tokens", b"prefill_tokens", "queued_tokens", b"queued_tokens", "recomputed_tokens", b"recomputed_tokens", "rollbacks", b"rollbacks", "running", b"running", "speculated_tokens", b"speculated_tokens", "step", b"step", "transfer_bytes", b"transfer_bytes", "transport", b"transport", "verify_passes", b"verify_passes", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

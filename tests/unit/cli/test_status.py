@@ -107,6 +107,13 @@ def test_who_takes_deterministic_requests_is_said_once(status):
     ]
 
 
+def test_proposals_and_their_accepted_share_have_a_line(status):
+    router = FakeRouter("one")
+    assert "speculation" not in status(router)
+    router.reply.workers[0].load.speculated_tokens, router.reply.workers[0].load.accepted_tokens = 40, 30
+    assert "speculation on prefill-0: 40 tokens proposed, 30 accepted (75%)" in status(router).splitlines()
+
+
 def test_a_worker_with_slower_channels_has_a_line_with_the_reasons(status):
     reasons = [common_pb2.LeftOut(transport="shm", reason="reach"), common_pb2.LeftOut(transport="nccl", reason="new")]
     channels = [("d0", "gloo", reasons), ("d1", "gloo", reasons), ("d2", "shm", [])]

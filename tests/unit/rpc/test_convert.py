@@ -87,7 +87,7 @@ LOADS = {
     text: ("transport",),
     u32: ("running", "waiting"),
     u64: ("step", "queued_tokens", "prefill_tokens", "cached_tokens", "decode_steps", "decode_tokens", "transfer_bytes",
-          "verify_passes", "rollbacks", "recomputed_tokens"),
+          "verify_passes", "rollbacks", "recomputed_tokens", "speculated_tokens", "accepted_tokens"),
     paces: ("prefill_pace", "decode_pace", "joint_pace", "beside_pace"),
     counts: ("blocks",),
     channels: ("channels",),

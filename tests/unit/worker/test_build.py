@@ -6,6 +6,7 @@ Also tests the log of loading a model, and the shape of verify passes: from the 
 import asyncio
 import gc
 import json
+import shutil
 import threading
 import weakref
 from dataclasses import asdict, replace
@@ -32,6 +33,7 @@ from baton.worker.engine_factory import (
     block_size_of,
     build_engine,
     exposes_kv,
+    generate,
     level_of,
     load_backend,
     passes_path,
@@ -44,6 +46,7 @@ from baton.worker.engine_factory import (
 from baton.worker.lifecycle import _info
 from baton.worker.process import _Model, reasons_to_load
 from baton.worker.settings import from_config, located, of_both_roles
+from baton.worker.speculation_choice import speculation_of
 from kvtransfer.transports.select import make_transports
 from tests.support.compiled_kernels import share_kernels
 from tests.support.time_factor import scaled
@@ -251,6 +254,68 @@ def test_a_worker_says_that_its_model_thinks_and_what_does_not_fit_is_refused_fi
     for wrong in ("decode.block_size=6", "decode.tensor_parallel=2"):
         with pytest.raises(ConfigError, match=f"^{wrong.partition('=')[0]}: "):
             load_backend(settings(*sets, wrong))
+
+
+def test_speculation_is_on_where_it_is_exact_and_rejected_by_name_where_it_cannot_be(settings, monkeypatch):
+    oracle = OracleBackend(oracle_layout())
+    with capture_logs() as logs:
+        found = speculation_of(settings("decode.speculation=auto"), oracle, FixedShapes(exact_rows=9), load_backend)
+    assert found is not None
+    assert (found.proposer.name, found.rows, found.fixed, found.exact_rows) == ("ngram", 64, False, 9)
+    assert logs == [{"event": "speculation_on", "log_level": "info", "drafter": "ngram", "rows": 64, "fixed": False}]
+    assert build_engine(settings("decode.speculation=ngram", "decode.kv_memory=1MiB"))._speculation is not None
+    assert speculation_of(settings(), oracle, None, load_backend) is None
+    prefill = replace(settings("decode.speculation=ngram"), role=Role.PREFILL)
+    assert speculation_of(prefill, oracle, None, load_backend) is None
+    cannot = {
+        "thinks": OracleBackend(oracle_layout()),
+        "recurrent layers": OracleBackend(replace(oracle_layout(), state_size=4)),
+        "on a GPU": OracleBackend(oracle_layout()),
+    }
+    cannot["thinks"].thinker, cannot["on a GPU"].device = Mock(), torch.device("cuda:0")
+    for reason, backend in cannot.items():
+        with pytest.raises(ConfigError, match=rf"^decode.speculation: ngram is not possible: .*{reason}.*; use off or"):
+            speculation_of(settings("decode.speculation=ngram"), backend, None, load_backend)
+        with capture_logs() as logs:
+            assert speculation_of(settings("decode.speculation=auto"), backend, None, load_backend) is None
+        assert reason in logs[0]["reason"]
+
+
+def test_speculation_where_rows_round_differently_is_only_on_demand(settings, monkeypatch):
+    monkeypatch.setattr(OracleBackend, "steady_rows", lambda self: 0)
+    oracle = OracleBackend(oracle_layout())
+    with capture_logs() as logs:
+        assert speculation_of(settings("decode.speculation=auto"), oracle, None, load_backend) is None
+        found = speculation_of(settings("decode.speculation=ngram"), oracle, None, load_backend)
+    assert found is not None
+    assert (found.rows, found.fixed) == (16, False)
+    assert [each["event"] for each in logs] == ["speculation_off", "speculation_rounds", "speculation_on"]
+
+
+def test_a_draft_shares_the_memory_and_needs_the_same_vocabulary(settings, tmp_path):
+    sets = ("decode.kv_memory=1MiB", "decode.device=cpu")
+    whole = build_engine(settings(*sets)).pool.total
+    engine = build_engine(settings(*sets, "decode.speculation=draft:oracle"))
+    assert engine.pool.total == whole // 2
+    spec = SequenceSpec((1, 2, 3), Sampling(max_tokens=20, temperature=1.0, seed=3, ignore_eos=True))
+    assert [t.token_id for t in generate(engine, spec).tokens] == OracleBackend().expected(spec)
+    assert engine.counters.accepted_tokens > 10
+    with pytest.raises(
+        ConfigError, match=r"^decode.speculation: the vocabulary of .* has 2048 tokens, but oracle has 257"
+    ):
+        build_engine(settings(*sets, f"decode.speculation=draft:{DEMO}"))
+    shutil.copytree(DEMO, tmp_path / "other")
+    tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
+    tokenizer["normalizer"] = {"type": "Lowercase"}
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match=r"^decode.speculation: .* has another tokenizer than .*demo"):
+        build_engine(settings(*sets, f"model.path={DEMO}", f"decode.speculation=draft:{tmp_path / 'other'}"))
+
+
+@pytest.mark.parametrize("wrong", ["yes", "draft:", "ngram:3"])
+def test_an_unknown_drafter_is_refused_with_its_key(settings, wrong):
+    with pytest.raises(ConfigError, match=r"decode\.speculation"):
+        settings(f"decode.speculation={wrong}")
 
 
 def test_int8_kv_is_part_of_a_worker_and_rejected_for_the_oracle(settings):

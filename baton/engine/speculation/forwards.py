@@ -1,0 +1,253 @@
+"""Decode steps with proposals, and their exact acceptance.
+
+    rows of a sequence:  last known token | proposal 1 | proposal 2 | ...
+    draws:               token a          | token b    | token c    |      a is right; b if a is proposal 1; ...
+
+Noise is keyed by seed and position, so a draw does not depend on the step that makes it. The draws up to the first one
+that differs from its proposal are those of single steps. `Speculation.take` pushes them one after the other, with the
+same penalties, constraints, stops and ends. KV behind them stays uncommitted, and later steps overwrite it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from time import monotonic
+
+import torch
+from torch import Tensor
+
+from baton.core import HandoffId, Token
+from baton.engine.determinism.planner import ExactForwards
+from baton.engine.determinism.verifier import VerifiedTokens
+from baton.engine.kernels.select import fused_draw
+from baton.engine.kv_cache import KVCache
+from baton.engine.model_backend import ModelBackend
+from baton.engine.model_runner import OrdinaryForwards
+from baton.engine.request import Request
+from baton.engine.sampling.logits import Row
+from baton.engine.sampling.prompt_logprobs import scores_of
+from baton.engine.sampling.sampler import Sampled, Sampler
+from baton.engine.scheduler import Scheduler
+from baton.engine.sequence import LayerListener, ScheduledSequence
+from baton.engine.speculation.control import ProposalControl, Speculating
+from baton.engine.speculation.proposer import Proposer
+from baton.engine.step_result import Counters, StepResult
+
+MOST = 15  # proposals of a sequence in a step
+
+
+@dataclass(slots=True)
+class SpeculationOptions:
+    """Drafter and shapes of an engine's speculative steps. In steps of up to `rows` rows, a row has the same bits as
+    alone: in any forward, or in fixed ones if `fixed`. `exact_rows` is that of `FixedShapes`.
+    """
+
+    proposer: Proposer
+    rows: int
+    fixed: bool = False
+    exact_rows: int = 0
+    control: ProposalControl = field(default_factory=ProposalControl)
+
+
+class Speculation:
+    """Speculative steps of one engine. Each has one forward, for all of its work or for none."""
+
+    def __init__(
+        self, ordinary: OrdinaryForwards, scheduler: Scheduler, backend: ModelBackend, options: SpeculationOptions
+    ) -> None:
+        self._inputs, self._sampler, self._scheduler = ordinary.inputs, ordinary.sampler, scheduler
+        self._backend, self._options = backend, options
+        self._single = Sampler(fused_draw(backend.device))  # for rows that depend on the draw before
+
+    def takes(self, work: Sequence[ScheduledSequence], requests: Mapping[HandoffId, Request]) -> bool:
+        """Return whether `work` is a step of this kind: one token of each sequence, with equal bits in any company."""
+        if not 0 < len(work) <= self._options.rows or any(item.count > 1 or not item.completes for item in work):
+            return False
+        found = [requests[item.sequence.key] for item in work]
+        if len(work) > self._options.exact_rows and any(each.progress is not None for each in found):
+            return False
+        return all(each.is_final(exact=True) and scores_of(each.sequence) is None for each in found)
+
+    @torch.inference_mode()
+    def compute(
+        self,
+        work: Sequence[ScheduledSequence],
+        requests: Sequence[Request],
+        kv: KVCache,
+        on_layer: LayerListener | None,
+    ) -> list[Draws]:
+        """Propose, run the model, and return draws for each sequence."""
+        self._propose(work, requests)
+        began = monotonic()
+        listener = partial(on_layer, list(work)) if on_layer is not None else None
+        fixed = self._options.fixed or any(map(_is_deterministic, requests))
+        with _extended(requests):
+            tokens = [request.tokens for request in requests]
+            batch = self._inputs.build(work, tokens, listener, fixed=fixed, every_row=True)
+        found = self._draws(work, requests, self._backend.forward(batch, kv))
+        self._options.control.note_step(sum(item.count for item in work), monotonic() - began)
+        return found
+
+    def count(self, work: Sequence[ScheduledSequence], result: StepResult, counters: Counters) -> None:
+        """Count the cost of a step, which includes rejected proposals. Only accepted ones count as decoded tokens."""
+        proposed = sum(item.count - 1 for item in work)
+        counters.count(list(work), result)
+        counters.decode_tokens -= proposed
+        counters.speculated_tokens += proposed
+
+    def take(
+        self, item: ScheduledSequence, request: Request, draws: Draws, counters: Counters
+    ) -> VerifiedTokens | None:
+        """Push draws to the choice up to the first that is no proposal. Return None if none can be drawn."""
+        choice, sequence, before = request.choice, item.sequence, item.sequence.computed
+        proposal, tokens, accepted = _state_of(request).proposal, list[Token](), 0
+        for number in range(item.count):
+            sampled = draws[number]
+            if sampled.token_id is None:
+                break  # behind the first draw: the next step fails, with all tokens before it delivered
+            token = choice.push(sampled.token_id, sampled.logprobs)
+            sequence.computed, sequence.known = sequence.computed + 1, len(choice.tokens)
+            if token is not None:
+                tokens.append(token)
+                request.confirm()
+            if choice.finish is not None or number == len(proposal) or sampled.token_id != proposal[number]:
+                break
+            accepted += 1
+        self._note(request, accepted, counters)
+        return VerifiedTokens(tokens, before) if sequence.computed > before else None
+
+    def candidates(self, request: Request, most: int) -> list[int]:
+        """Return up to `most` proposals behind the verified tokens of a request, for its next verify pass. It must have
+        no candidates. The pass draws each token again, so proposals are as safe as the draws of ordinary steps.
+        """
+        source = self._begun(request).source
+        count = source.available(min(most, _limit(request)))
+        return self._options.proposer.propose([source], [count])[0] if count > 0 else []
+
+    def _note(self, request: Request, accepted: int, counters: Counters) -> None:
+        state = _state_of(request)
+        counters.accepted_tokens += accepted
+        counters.decode_tokens += accepted
+        if state.proposal:
+            state.acceptance.note(len(state.proposal), accepted)
+            self._options.control.overall.note(len(state.proposal), accepted)
+            state.proposal = []
+
+    # --- proposals -----------------------------------------------------------------------------------------------
+
+    def _propose(self, work: Sequence[ScheduledSequence], requests: Sequence[Request]) -> None:
+        """Set the proposals of each request, and the counts of `work` with them."""
+        options, began = self._options, monotonic()
+        states, spare = [self._begun(request) for request in requests], options.rows - len(work)
+        if not spare:
+            return
+        limits = [_limit(request) for request in requests]
+        possible = [s.source.available(most) if most > 0 else 0 for s, most in zip(states, limits, strict=True)]
+        counts = options.control.counts([state.acceptance for state in states], possible, spare)
+        chosen = [(item, state) for item, state, count in zip(work, states, counts, strict=True) if count]
+        if not chosen:
+            return
+        rooms = [self._room(item, count) for item, count in zip(work, counts, strict=True) if count]
+        wanted = [(item, state, room) for (item, state), room in zip(chosen, rooms, strict=True) if room]
+        found = options.proposer.propose([state.source for _, state, _ in wanted], [room for *_, room in wanted])
+        for (item, state, _), proposal in zip(wanted, found, strict=True):
+            state.proposal, item.count = proposal, 1 + len(proposal)
+        options.control.note_drafter(sum(map(len, found)), monotonic() - began)
+
+    def _begun(self, request: Request) -> Speculating:
+        if request.speculating is None:
+            request.speculating = Speculating(self._options.proposer.begin(request.choice.tokens, request.choice.row))
+        return request.speculating
+
+    def _room(self, item: ScheduledSequence, count: int) -> int:
+        """Return how many of `count` proposals the blocks of a sequence can hold. Adds blocks only if enough remain for
+        all others, so that proposals preempt none.
+        """
+        sequence, scheduler = item.sequence, self._scheduler
+        allocation, size, pool = sequence.allocation, scheduler.block_size, scheduler.pool
+        assert allocation is not None
+        missing = -(-(sequence.known + count) // size) - len(allocation)
+        if missing > 0 and pool.available - missing >= scheduler.watermark:
+            before = len(allocation)
+            allocation.grow(missing)
+            pool.history.blocks("owned", sequence.key, allocation, before)
+        return min(count, len(allocation) * size - sequence.known)
+
+    # --- draws ---------------------------------------------------------------------------------------------------
+
+    def _draws(self, work: Sequence[ScheduledSequence], requests: Sequence[Request], logits: Tensor) -> list[Draws]:
+        """Return the draws of each sequence. Those with a state that follows from the position are made together, and
+        so are the first draws of all others.
+        """
+        rows, places, found, at = list[Row](), list[int](), list[Draws](), 0
+        for item, request in zip(work, requests, strict=True):
+            row, most = request.choice.row, item.count
+            count = most if most == 1 or _follows_from_position(row) else 1
+            found.append(Draws(self._single, row, logits, at, count))
+            rows += [row.at(ahead) for ahead in range(count)] if count > 1 else [row]
+            places += range(at, at + count)
+            at += most
+        drawn = iter(self._sampler.sample(logits if len(places) == at else logits[places], rows))
+        for draws in found:
+            draws.ready = list(islice(drawn, draws.together))
+        return found
+
+
+class Draws:
+    """Tokens behind the rows of one sequence, from row `at` of the logits on, one after the other. The first `together`
+    are `ready`.
+    """
+
+    __slots__ = ("_at", "_logits", "_row", "_sampler", "ready", "together")
+
+    def __init__(self, sampler: Sampler, row: Row, logits: Tensor, at: int, together: int) -> None:
+        self._sampler, self._row, self._logits, self._at = sampler, row, logits, at
+        self.together = together
+        self.ready: list[Sampled] = []
+
+    def __getitem__(self, number: int) -> Sampled:
+        """Return a draw. All draws before it must have been pushed to the choice."""
+        if number < len(self.ready):
+            return self.ready[number]
+        at = self._at + number
+        return self._sampler.sample(self._logits[at : at + 1], [self._row])[0]
+
+
+def _limit(request: Request) -> int:
+    """Return how many proposals a request can use: it ends by its length, or stops for a move, one token later."""
+    row, choice = request.choice.row, request.choice
+    left = choice.max_output - row.produced
+    if request.hold:
+        left = min(left, request.hold - len(choice.tokens))
+    return min(left - 1, MOST)
+
+
+def _state_of(request: Request) -> Speculating:
+    assert request.speculating is not None
+    return request.speculating
+
+
+def _is_deterministic(request: Request) -> bool:
+    return request.progress is not None or request.sequence.policy(ExactForwards) is not None
+
+
+def _follows_from_position(row: Row) -> bool:
+    """Return whether the state of later draws depends on positions, but not on tokens."""
+    return row.seen is None and row.guide is None and not row.bad_words
+
+
+@contextmanager
+def _extended(requests: Sequence[Request]) -> Iterator[None]:
+    """Add the proposals to the tokens while the batch is built. A copy of long sequences would take longer."""
+    ends = [len(request.tokens) for request in requests]
+    try:
+        for request in requests:
+            request.tokens.extend(_state_of(request).proposal)
+        yield
+    finally:
+        for request, end in zip(requests, ends, strict=True):
+            del request.tokens[end:]
