@@ -6,6 +6,7 @@
     python benchmarks/determinism.py --trace FILE --write-docs   the section in docs/measurements/determinism.md from it
     python benchmarks/determinism.py --level avx2,avx512 --quantize none,int8    100 % against 0 % at these levels
     python benchmarks/determinism.py --agreement 200             streams of models/demo that are equal between levels
+    python benchmarks/determinism.py --model models/demo,build/text    verify passes with trained models
 
 One engine runs in this process, on one thread, in bfloat16. Attention splits depend on load, so that candidates differ
 from verified tokens. `--splits load` has float32 partials, as on GPU servers. `load_bf16` rounds them to bfloat16, so
@@ -24,7 +25,9 @@ the full run leaves this part out and reports that. The last line of stdout is o
 
 `--level` and `--quantize` measure only all requests deterministic against none, in turns, for each level of
 instructions and each kind of weights. `--agreement N` compares the answers to N prompts of models/heldout.jsonl
-between levels. Both fill a section of their own with `--write-docs`.
+between levels. `--model` measures verify passes without exact steps with trained models (`models.train_text` trains
+one of 15 M parameters): shares, a sweep of G x W with `--sweep`, each level with `--level`. All of these fill a section
+of their own with `--write-docs`. The keys of `--model` are those of the worst model.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ import torch
 
 from baton.engine.determinism.checks import checked_shapes
 from baton.engine.determinism.shapes import FixedShapes
-from baton.engine.kernels.cpu.compiler import LEVELS
+from baton.engine.kernels.cpu.compiler import LEVELS, chosen_level
 from baton.engine.kernels.quantized import Quantize
 from baton.engine.models.loading import load_model
 from baton.logs import configure_logging
@@ -52,6 +55,7 @@ from baton.tokenizer import load_tokenizer
 from benchmarks.lib.determinism_levels import agreement, backends, here
 from benchmarks.lib.determinism_run import Load, Took, engine_of, run
 from benchmarks.lib.determinism_table import figures, ratios, table
+from benchmarks.lib.determinism_trained import KEYS, measure_verified, paper_table, ratio, verified_table, worst
 from benchmarks.lib.lengths import read_trace, sampled
 from benchmarks.lib.models import make_model
 from benchmarks.lib.report import finish, markdown, write_section
@@ -210,6 +214,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Lengths]:
     parser.add_argument("--window", type=int, default=FixedShapes().tokens, help="tokens of each row")
     parser.add_argument("--level", type=listed([*LEVELS]), help="some levels of instructions, with commas between")
     parser.add_argument("--quantize", type=listed(get_args(Quantize)), help="some kinds of weights")
+    parser.add_argument("--model", type=lambda text: [*map(Path, text.split(","))], help="folders of trained models")
+    parser.add_argument("--sweep", action="store_true", help="with --model: other shapes of passes instead of shares")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="of the ratios of --model")
     parser.add_argument("--agreement", type=int, metavar="N", help="compare answers to N prompts between levels")
     parser.add_argument("--size", choices=("S", "M", "L"), default="M")
     parser.add_argument("--tiny", action="store_true", help="a toy model: to try the program, not to measure")
@@ -225,6 +232,26 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Lengths]:
         return args, read_trace(args.trace) if args.trace and args.lengths != "fixed" else ()
     except (OSError, ValueError) as error:
         parser.error(f"--trace: {error}")
+
+
+def with_trained(args: argparse.Namespace, argv: list[str], load: float) -> None:
+    """Measure verify passes with trained models, print, and fill the section for that if requested."""
+    levels, tables, measured = here(args.level or [chosen_level()]), list[str](), dict[str, "Runs"]()
+    numbers = dict[str, float]()
+    for folder in args.model:
+        for level, runs in measure_verified(folder, levels, args, "sweep" if args.sweep else "shares"):
+            name = f"{folder.name}, {args.prompt} + {args.answer}, {level}"
+            tables.append(f"**{name}**\n\n{verified_table(runs, args.clock)}")
+            measured[name] = runs
+            numbers |= {f"{name}: {each}": round(median(ratio(runs, each, args.clock)), 4) for each in runs}
+    if not args.sweep:
+        tables.append(f"**Throughput by share, of none**\n\n{paper_table(measured, args.clock)}")
+    shown = "\n\n".join(tables)
+    if args.write_docs:
+        section = f"{NAME}-{'sweep' if args.sweep else 'trained'}"
+        write_section(f"measurements/{NAME}.md", NAME, argv, load, shown, section)
+    keys = dict.fromkeys(KEYS) | ({} if args.sweep else worst(measured, args.clock))
+    finish(NAME, argv, load, shown, keys, numbers, write_docs=False)
 
 
 def compare_levels(args: argparse.Namespace, argv: list[str], load: float) -> None:
@@ -246,6 +273,9 @@ def main(argv: list[str]) -> None:
     configure_logging("warning", "auto")
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
+    if args.model:
+        with_trained(args, argv, load)
+        return
     if args.agreement or args.level or args.quantize:
         compare_levels(args, argv, load)
         return

@@ -20,7 +20,7 @@ import structlog
 
 from baton.core import Finish, HandoffId, Load, SequenceSpec, SequenceState
 from baton.engine.block_pool import Allocation, BlockPool, Reservation
-from baton.engine.determinism.planner import split_exact
+from baton.engine.determinism.planner import forwards_of, split_exact
 from baton.engine.determinism.shapes import FixedShapes
 from baton.engine.determinism.verifier import FixedForwards, VerifiedTokens
 from baton.engine.model_backend import ModelBackend, is_device_lost
@@ -254,9 +254,9 @@ class Engine:
             self._run_own(self._speculation, work, result)
         elif work:
             self._run(work, result)
-        windows = [window for window in plan.windows if window.sequence.key in self._requests]  # not just failed
-        if windows and self._fixed:
-            self._run_own(self._fixed, windows, result)
+        if self._fixed is not None:
+            for windows in forwards_of(plan.windows, self._requests):
+                self._run_own(self._fixed, windows, result)
 
     def _run(self, work: list[ScheduledSequence], result: StepResult) -> None:
         done: list[ScheduledSequence] = []
@@ -300,7 +300,7 @@ class Engine:
     def _deliver(self, each: SampledToken, result: StepResult) -> None:
         request, drawn = each.request, each.sampled
         if not each.final:
-            return request.push_candidate(drawn.token_id)
+            return request.push_candidate(drawn)
         if drawn.token_id is None:
             return self._fail(request.sequence.key, NO_TOKEN, result)
         choice, sequence = request.choice, request.sequence

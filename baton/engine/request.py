@@ -13,6 +13,7 @@ from baton.engine.prefix_cache import BlockHashChain, scope_key
 from baton.engine.sampling.logits import Row
 from baton.engine.sampling.output import OutputFactory, OutputState
 from baton.engine.sampling.prompt_logprobs import PromptScores
+from baton.engine.sampling.sampler import Sampled
 from baton.engine.sequence import Sequence, SequencePolicy
 from baton.engine.speculation.control import Speculating
 from baton.engine.states import States
@@ -53,12 +54,14 @@ class Request:
             self.progress.verified, self.progress.final = self.sequence.known, self.sequence.computed
             self.progress.ended = self.draft.ended
 
-    def push_candidate(self, token_id: int | None) -> None:
-        """Add a token drawn by the ordinary batch, or None if none could be drawn."""
+    def push_candidate(self, drawn: Sampled) -> None:
+        """Add a token drawn by the ordinary batch, if one could be drawn."""
         assert self.draft is not None
         assert self.progress is not None
-        self.draft.push(token_id)
+        self.draft.push(drawn.token_id)
         self.sequence.known, self.progress.ended = len(self.draft.tokens), self.draft.ended
+        self.progress.margin = min(self.progress.margin, drawn.margin)
+        self.progress.proposed = len(self.draft.proposals)
 
     def start_over(self) -> None:
         if self.draft is not None:

@@ -398,13 +398,13 @@ def settled(settings: WorkerSettings) -> WorkerSettings:
     """Return settings with this host's addresses and verify-pass shape; logs the shape. Raises ConfigError."""
     settings = located(settings)
     shapes, source = settings.shapes, "preset" if settings.auto_rows else "config"
-    if settings.auto_rows and shapes.tokens == WINDOW and settings.model_path != ORACLE_MODEL:
+    if settings.auto_rows and shapes.tokens % WINDOW == 0 and settings.model_path != ORACLE_MODEL:
         try:
             passes = load_passes(passes_path(settings))
         except OSError:  # loading the model raises a better error
             passes = None
         if passes is not None:
             source, total = "profile", passes.best(exact=shapes.exact_rows > 0)
-            shapes = replace(shapes, rows=total // WINDOW)
+            shapes = replace(shapes, rows=max(1, total // shapes.tokens))
     log.info("verify_passes", rows=shapes.rows, tokens=shapes.tokens, source=source)
     return replace(settings, shapes=shapes)

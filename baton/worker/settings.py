@@ -122,11 +122,15 @@ def located(settings: WorkerSettings) -> WorkerSettings:
     return replace(settings, advertise=advertised, transfer=replace(settings.transfer, bind_host=bind_host))
 
 
+VERIFIED = FixedShapes(2, 64)  # a full pass of 128 tokens costs less per token; docs/design/determinism.md
+
+
 def shapes_of(config: ClusterConfig, max_running: int) -> FixedShapes:
     """Return the shapes of deterministic requests, the same on all workers of the cluster; `auto` is the default. All
     decode steps of a pool may be exact where its workers support it, unless everything is to be verified.
     """
-    given, auto = config.determinism, FixedShapes()
+    given = config.determinism
+    auto = FixedShapes() if given.verify == "auto" else VERIFIED
     rows = auto.rows if given.rows == "auto" else given.rows
     window = auto.tokens if given.window == "auto" else given.window
     return FixedShapes(rows, window, exact_rows=max_running if given.verify == "auto" else 0)

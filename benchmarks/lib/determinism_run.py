@@ -30,14 +30,18 @@ class Load:
     running: int
     share: float
     seed: int = 0
+    prompts: tuple[tuple[int, ...], ...] = ()  # of a trained model, at least as long as needed; else random tokens
 
 
 @dataclass(slots=True)
 class Took:
-    """Seconds of one run, of each request to its first token and end, and between tokens (spread evenly)."""
+    """Seconds of one run, of each request to its first token and end, and between tokens (spread evenly). `cpu_s` is
+    time of the processor, which other load on the machine changes less.
+    """
 
     seconds: float
     tokens: int
+    cpu_s: float = 0.0
     ttft_s: list[float] = field(default_factory=list)
     e2e_s: list[float] = field(default_factory=list)
     itl_s: list[float] = field(default_factory=list)
@@ -93,7 +97,7 @@ def run(engine: Engine, load: Load) -> Took:
     engine.counters = Counters()
     asked = {HandoffId(f"r{i}", 1): spec for i, spec in enumerate(_specs(load, engine.backend.vocab_size))}
     first, last = dict[HandoffId, float](), dict[HandoffId, float]()
-    took, began = Took(0.0, 0), time.perf_counter()
+    took, used, began = Took(0.0, 0), time.process_time(), time.perf_counter()
     for key, spec in asked.items():
         engine.submit(key, spec)
     while engine.has_work():
@@ -108,6 +112,7 @@ def run(engine: Engine, load: Load) -> Took:
             first.setdefault(output.key, now)
             last[output.key] = now
     took.seconds, took.counters = time.perf_counter() - began, engine.counters
+    took.cpu_s = time.process_time() - used
     took.ttft_s, took.e2e_s = ([at - began for at in times.values()] for times in (first, last))
     if took.tokens != sum(answer for _, answer in load.lengths):
         raise RuntimeError(f"{took.tokens} tokens came")
@@ -122,7 +127,9 @@ def _specs(load: Load, vocab_size: int) -> Sequence[SequenceSpec]:
     }
     return [
         SequenceSpec(
-            tuple(rng.randrange(3, vocab_size) for _ in range(prompt)),
+            load.prompts[number % len(load.prompts)][-prompt:]
+            if load.prompts
+            else tuple(rng.randrange(3, vocab_size) for _ in range(prompt)),
             Sampling(max_tokens=answer, temperature=0.0, seed=0, ignore_eos=True),
             deterministic=number in marked,
         )

@@ -86,12 +86,15 @@ def checked_shapes(backend: ModelBackend, shapes: FixedShapes) -> FixedShapes | 
     began = clock.monotonic()
     backend.nondeterminism = backend.nondeterminism or check_fixed(backend, shapes)
     found = None if backend.nondeterminism else _with_exact_steps(backend, shapes)
+    varies = "" if found is None else _Checker(backend, found).lengths()
     seconds = round(clock.monotonic() - began, 3)
     if found is None:
         log.warning("fixed_forwards_vary", reason=backend.nondeterminism, seconds=seconds)
     else:
+        found = replace(found, ragged=not varies and backend.thinker is None)
         sizes = {"rows": found.rows, "tokens": found.tokens, "exact_rows": found.exact_rows}
-        log.info("fixed_forwards_checked", **sizes, everywhere=found.everywhere, seconds=seconds)
+        kinds = {"everywhere": found.everywhere, "ragged": found.ragged}
+        log.info("fixed_forwards_checked", **sizes, **kinds, varies=varies, seconds=seconds)
     return found
 
 
@@ -158,6 +161,24 @@ class _Checker:
             if not same_kv or not torch.equal(found, logits[offset : offset + width]):
                 where = f"{offset} tokens later, in row {slot} of {last + 1}"
                 return f"tokens have other {'logits' if same_kv else 'KV'} in a verify pass that begins {where}"
+        return ""
+
+    def lengths(self) -> str:
+        """Compare those tokens in verify passes of the same total whose windows have other lengths."""
+        width, first, total = self._shapes.tokens, self._from, self._shapes.total
+        logits, cache = self._reference()
+        for offset, count in ((0, 1), (1, width - 1), (width // 2, width // 2 + 1), (0, min(2 * width, total))):
+            pieces = [min(width, total - count - at) for at in range(0, total - count, width)]
+            rows = [
+                FixedRow(self._tokens(offset + row, 0, size), (count * 13 + row) % self._from, blocks)
+                for row, (size, blocks) in enumerate(zip(pieces, self._others, strict=False), 3)
+            ]
+            before = sum(pieces[: len(rows) // 2])
+            rows.insert(len(rows) // 2, FixedRow(self._tokens(0, first + offset, count), first + offset, self._blocks))
+            found = self._forward(rows, list(range(total)))[before : before + count]
+            same = torch.equal(found, logits[offset : offset + count])
+            if not same or not torch.equal(self._kv_of(self._blocks, first, 2 * width), cache):
+                return f"tokens have other {'KV' if same else 'logits'} in a window of {count} tokens"
         return ""
 
     def steps(self, most: int) -> str:

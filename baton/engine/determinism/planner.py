@@ -1,20 +1,25 @@
 """Planner of fixed forwards: the part of a deterministic sequence that is computed next. Pure, like the scheduler.
 
-A sequence is *due*, and waits for a verify pass, if it has `W - 1` candidates or one that ends it. Spare rows of a pass
-go to others with candidates. Each step has at most one pass, so that other sequences wait for no more than one.
+A sequence is *due*, and waits for a verify pass, if it has `W - 1` candidates or one that ends it. What is left of a
+pass goes to others with candidates, those with the least certain ones first. If windows may have any lengths, a pass
+also runs as soon as all candidates fill it. Each step has at most one pass or a few grid chunks, so that other
+sequences wait for no more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
+from baton.core import HandoffId
 from baton.engine.determinism.shapes import FixedShapes
 from baton.engine.sampling.prompt_logprobs import PromptScores, scores_of
 from baton.engine.sequence import UNLIMITED, ScheduledSequence, Sequence, SequencePolicy, VerifyWork
 
 PATIENCE = 4  # steps that a due sequence waits for others to join
+GRID_TOKENS = 512  # of prompts in one step, so that others wait for no more
 
 
 @dataclass(slots=True)
@@ -36,6 +41,8 @@ class VerifiedProgress(SequencePolicy):
     final: int = 0
     ended: bool = False  # no candidate can follow the last one
     waited: int = 0  # steps since it became due
+    proposed: int = 0  # tokens that a proposer expects behind the known ones
+    margin: float = math.inf  # the least lead of a candidate's logit over the second best
     holds: bool = False  # it ends with one more token, which needs no candidate
     verifying: Verifying = field(default_factory=Verifying)
     own_forwards: ClassVar[bool] = True
@@ -58,7 +65,8 @@ class VerifiedProgress(SequencePolicy):
         if self.on_grid:
             return False
         replays = self.verified - self.final > 1  # delivered tokens without KV here
-        return replays or self.ended or self.holds or known - self.verified >= self.shapes.tokens - 1
+        expected = known + self.proposed * self.shapes.ragged  # other passes take no proposals
+        return replays or self.ended or self.holds or expected - self.verified >= self.shapes.tokens - 1
 
     def ordinary(self, known: int) -> int:
         return 0 if self.on_grid or self.due(known) else UNLIMITED
@@ -77,7 +85,7 @@ class VerifiedProgress(SequencePolicy):
 
     def preempted(self, sequence: Sequence) -> None:
         sequence.known = self.verified  # candidates are lost with their KV
-        self.final, self.ended, self.waited = 0, False, 0
+        self.final, self.ended, self.waited, self.proposed, self.margin = 0, False, 0, 0, math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,45 +111,87 @@ class WindowPlanner:
         fixed = [sequence for sequence in running if sequence.own_forwards and ready(sequence)]
         if not fixed:
             return []
-        grid, verify = begin(fixed), self._verify(fixed, idle=not any(sequence.ordinary for sequence in running))
+        started = [s for s in map(_Started.of, fixed) if not s.progress.on_grid and (s.inputs > 1 or s.due)]
+        verify = _verify(started, idle=not any(sequence.ordinary for sequence in running)) if started else []
+        grid = begin(fixed)
         self._grid_was_last = bool(grid) and not (verify and self._grid_was_last)
         return grid if self._grid_was_last else verify
 
-    def _verify(self, sequences: list[Sequence], *, idle: bool) -> list[VerifyWork]:
-        due = [sequence for sequence in sequences if progress_of(sequence).due(sequence.known)]
-        if not due:
+
+class _Started(NamedTuple):
+    """A sequence behind its prompt, as `WindowPlanner` sees it in one step."""
+
+    sequence: Sequence
+    progress: VerifiedProgress
+    inputs: int  # of a pass: a verified token, candidates and proposals
+    due: bool
+
+    @classmethod
+    def of(cls, sequence: Sequence) -> _Started:
+        progress, known = progress_of(sequence), sequence.known
+        inputs = 1 + known - progress.verified + progress.proposed
+        return cls(sequence, progress, inputs, progress.due(known))
+
+    @property
+    def window(self) -> VerifyWork:
+        final, shapes = self.progress.final, self.progress.shapes
+        inputs = self.sequence.known - final
+        size = min(inputs, shapes.total) if shapes.ragged else shapes.tokens
+        return VerifyWork(self.sequence, final, min(inputs, size), size, on_grid=False)
+
+
+def _verify(started: list[_Started], *, idle: bool) -> list[VerifyWork]:
+    """Return the windows of a pass, if one is full, or a due sequence has waited long enough or need not wait."""
+    due, shapes = [each for each in started if each.due], started[0].progress.shapes
+    for each in due:
+        each.progress.waited += 1
+    if not _is_full(due, started, shapes):
+        waited = max((each.progress.waited for each in due), default=0)
+        if waited <= PATIENCE and not (due and (idle or shapes.stalls)):
             return []
-        for sequence in due:
-            progress_of(sequence).waited += 1
-        shapes = progress_of(due[0]).shapes
-        rows = shapes.rows
-        waited = max(progress_of(sequence).waited for sequence in due)
-        if len(due) < rows and waited <= PATIENCE and not (idle or shapes.stalls):
-            return []
-        others = [s for s in sequences if not progress_of(s).on_grid and _candidates(s) and s not in due[:rows]]
-        joined = due[:rows] + sorted(others, key=_candidates, reverse=True)[: max(0, rows - len(due))]
-        return [_window(sequence) for sequence in joined]
+    return _joined(due, [each for each in started if not each.due], shapes)
+
+
+def _is_full(due: list[_Started], started: list[_Started], shapes: FixedShapes) -> bool:
+    """Return whether a pass is worth its cost now: with windows of one length, only due sequences fill it."""
+    if not shapes.ragged:
+        return len(due) >= shapes.rows
+    return len(started) > shapes.most or sum(each.inputs for each in started) >= shapes.total
+
+
+def _joined(due: list[_Started], others: list[_Started], shapes: FixedShapes) -> list[VerifyWork]:
+    """Return the windows of a pass: of due sequences, longest wait first, then of those with the least certain
+    candidate, because its error would waste what follows it. A window that does not fit waits for the next pass.
+    """
+    due = sorted(due, key=lambda each: -each.progress.waited)
+    others = sorted(others, key=lambda each: (each.progress.margin, -each.inputs))
+    found, left = list[VerifyWork](), shapes.total
+    for window in (each.window for each in (*due, *others)):
+        if window.size <= left and len(found) < shapes.most:
+            found.append(window)
+            left -= window.size
+    return found
 
 
 def begin(sequences: list[Sequence]) -> list[VerifyWork]:
-    """Return the next grid chunk of the first sequence that has one left."""
+    """Return the next grid chunks of one step: one for each sequence that has any left, up to GRID_TOKENS in total."""
+    found, left = list[VerifyWork](), GRID_TOKENS
     for sequence in sequences:
         fixed = progress_of(sequence)
-        if fixed.on_grid:
+        if left > 0 and fixed.on_grid:
             chunk = fixed.shapes.chunk(fixed.final)
             count = min(chunk.stop, fixed.prompt) - chunk.start
-            return [VerifyWork(sequence, chunk.start, count, len(chunk), on_grid=True)]
-    return []
+            found.append(VerifyWork(sequence, chunk.start, count, len(chunk), on_grid=True))
+            left -= len(chunk)
+    return found
 
 
-def _window(sequence: Sequence) -> VerifyWork:
-    fixed = progress_of(sequence)
-    tokens = fixed.shapes.tokens
-    return VerifyWork(sequence, fixed.final, min(sequence.known - fixed.final, tokens), tokens, on_grid=False)
-
-
-def _candidates(sequence: Sequence) -> int:
-    return sequence.known - progress_of(sequence).verified
+def forwards_of(windows: list[VerifyWork], present: Container[HandoffId]) -> Iterator[list[VerifyWork]]:
+    """Yield the windows of each forward, without sequences that are no longer present: each grid chunk has its own."""
+    grid = [[window] for window in windows if window.on_grid]
+    for forward in grid or [windows]:
+        if kept := [window for window in forward if window.sequence.key in present]:
+            yield kept
 
 
 class Part(NamedTuple):

@@ -9,6 +9,7 @@ give the same bits in every shape. Then every forward is exact, and deterministi
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,17 +17,22 @@ if TYPE_CHECKING:
     from baton.engine.sampling.output import OutputState
 
 
-SHORT, SHORT_UNTIL = 64, 256  # short chunks first, because a prompt is padded to whole chunks
+Propose = Callable[[Sequence[int], int], Sequence[int]]  # known tokens, and the most tokens to expect behind them
+SHORT, SHORT_UNTIL = 128, 256  # short chunks first, because a prompt is padded to whole chunks
+MOST = 64  # sequences of a pass whose windows have any lengths
 
 
 @dataclass(frozen=True, slots=True)
 class FixedShapes:
-    """Verify passes of `rows` (G) x `tokens` (W). Constant for a worker's life, because bits depend on them."""
+    """Verify passes of `rows` (G) x `tokens` (W). Constant for a worker's life, because bits depend on them. `ragged`
+    means that bits depend on the product alone. W is then only the number of tokens at which a sequence is due.
+    """
 
     rows: int = 2
     tokens: int = 32
     exact_rows: int = 0  # decode steps of up to so many rows give the bits of a verify pass; 0 means none
     everywhere: bool = False  # every forward gives those bits, so prompts leave the grid and no pass is planned
+    ragged: bool = False  # windows of a pass may have any lengths, because only their total matters for bits
     stalls: bool = False  # for comparisons: verify immediately, even if others wait
 
     def __post_init__(self) -> None:
@@ -35,8 +41,17 @@ class FixedShapes:
             raise ValueError(f"{text}, got {self.rows} x {self.tokens}")
 
     @property
+    def total(self) -> int:
+        return self.rows * self.tokens
+
+    @property
+    def most(self) -> int:
+        """Return the most sequences of a pass."""
+        return min(self.total, MOST) if self.ragged else self.rows
+
+    @property
     def largest(self) -> int:
-        return max(SHORT_UNTIL, self.rows * self.tokens)
+        return max(SHORT_UNTIL, self.total)
 
     @staticmethod
     def chunk(position: int) -> range:
@@ -48,12 +63,16 @@ class FixedShapes:
 
 class CandidateTokens:
     """Prompt, verified output and candidates (`tokens`) of one request. It is `stopped` if the next token is an end or
-    cannot be drawn. Stop strings are left to `OutputState`; candidates behind one are wasted.
+    cannot be drawn. Stop strings are left to `OutputState`; candidates behind one are wasted. `proposals` are expected
+    behind the candidates. A pass that has tokens to spare takes them as candidates that no decode step drew.
     """
 
     def __init__(self, choice: OutputState) -> None:
         self.tokens = list(choice.tokens)
         self.row = choice.row.copy()
+        self.row.with_margin = True
+        self.proposals: list[int] = []
+        self.drawn = len(self.tokens)  # tokens before those taken from proposals
         self._choice = choice
         self.stopped = False
 
@@ -66,8 +85,21 @@ class CandidateTokens:
     def push(self, token_id: int | None) -> None:
         """Add a candidate. None, or a token that ends the request by id, is left to the verify pass."""
         if token_id is None or self._choice.ends_by_id(token_id) is not None:
-            self.stopped = True
+            self.stopped, self.proposals = True, []
             return
         self.stopped = False  # a verified token followed
+        self.proposals = self.proposals[1:] if self.proposals[:1] == [token_id] else []
         self.tokens.append(token_id)
         self.row.advance(token_id)
+        self.drawn = len(self.tokens)
+
+    def take_proposals(self, most: int) -> int:
+        """Make up to `most` proposals candidates, without ends and constraints. Return their number."""
+        drawn = self.drawn
+        while len(self.tokens) - drawn < most and self.proposals and self._may_follow(self.proposals[0]):
+            self.push(self.proposals[0])
+        self.drawn = drawn
+        return len(self.tokens) - drawn
+
+    def _may_follow(self, token_id: int) -> bool:
+        return not self.ended and self.row.guide is None and self._choice.ends_by_id(token_id) is None

@@ -7,9 +7,12 @@ fills the shape; its results are never read. It writes behind the known tokens, 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -19,12 +22,13 @@ from torch import Tensor
 from baton.core import Token
 from baton.engine.batch import Batch
 from baton.engine.determinism.planner import ExactForwards, VerifiedProgress, progress_of
-from baton.engine.determinism.shapes import CandidateTokens, FixedShapes
+from baton.engine.determinism.shapes import CandidateTokens, FixedShapes, Propose
 from baton.engine.kernels.select import fused_draw
 from baton.engine.kv_cache import KVCache
 from baton.engine.memory.staging import Staged
 from baton.engine.model_backend import ModelBackend
 from baton.engine.request import Request
+from baton.engine.sampling.logits import Row
 from baton.engine.sampling.output import OutputState
 from baton.engine.sampling.prompt_logprobs import scores_of
 from baton.engine.sampling.sampler import Sampled, Sampler
@@ -47,7 +51,7 @@ class FixedInputs:
         self._shapes, self._block_size, self._spare = shapes, backend.layout.block_size, spare
         self._last = backend.max_model_len - 1
         width = max_blocks + backend.layout.blocks_for(shapes.largest)
-        tokens, rows = (torch.int64, (shapes.largest,)), shapes.rows
+        tokens, rows = (torch.int64, (shapes.largest,)), shapes.most + 1  # the last one is for padding
         self._staged = Staged(
             backend.device,
             staged=backend.device.type != "cpu",
@@ -71,18 +75,19 @@ class FixedInputs:
         build. Logits are wanted for the last token of a prompt that ends here, or for all rows of a verify pass or of
         a prompt that is scored.
         """
-        size, on_grid = windows[0].size, windows[0].on_grid
-        rows = 1 if on_grid else self._shapes.rows
-        n = rows * size
-        contexts = [window.start + size for window in windows] + [size] * (rows - len(windows))
+        on_grid = windows[0].on_grid
+        n = windows[0].size if on_grid else self._shapes.total
+        lengths = [window.size for window in windows] + self._spare_rows(n - sum(window.size for window in windows))
+        rows, starts = len(lengths), [0, *accumulate(lengths)]
+        contexts = [window.start + window.size for window in windows] + lengths[len(windows) :]
         arrays, tensors = self._staged.arrays, self._staged.tensors
         arrays["tables"][:rows] = self._spare
         arrays["token_ids"][:n] = 0
         arrays["slots"][:n] = self._spare * self._block_size
-        arrays["positions"][:n] = np.tile(np.arange(size), rows)
+        arrays["positions"][:n] = np.concatenate([np.arange(length) for length in lengths])
         for row, (window, known) in enumerate(zip(windows, tokens, strict=True)):
-            self._write(row, window, known)
-        arrays["starts"][: rows + 1] = np.arange(rows + 1) * size
+            self._write(row, starts[row], window, known)
+        arrays["starts"][: rows + 1] = starts
         arrays["lens"][:rows] = contexts
         wanted = n
         if on_grid and scores_of(windows[0].sequence) is None:
@@ -95,7 +100,7 @@ class FixedInputs:
             token_ids=tensors["token_ids"][:n],
             positions=tensors["positions"][:n],
             slot_mapping=tensors["slots"][:n],
-            query_lens=[size] * rows,
+            query_lens=lengths,
             context_lens=contexts,
             query_starts=tensors["starts"][: rows + 1],
             kv_lens=tensors["lens"][:rows],
@@ -106,9 +111,15 @@ class FixedInputs:
             thinking=None if thoughts is None else thoughts.inject_fixed(windows, n),
         )
 
-    def _write(self, row: int, window: VerifyWork, known: list[int]) -> None:
+    def _spare_rows(self, missing: int) -> list[int]:
+        """Return the lengths of rows of padding: one if windows have any lengths, else those of absent windows."""
+        if self._shapes.ragged:
+            return [missing] if missing else []
+        return [self._shapes.tokens] * (missing // self._shapes.tokens)
+
+    def _write(self, row: int, at: int, window: VerifyWork, known: list[int]) -> None:
         assert window.sequence.allocation is not None
-        size, start, at = window.size, window.start, row * window.size
+        size, start = window.size, window.start
         blocks, arrays = window.sequence.allocation.blocks, self._staged.arrays
         table, slots = arrays["tables"][row], arrays["slots"]
         table[: len(blocks)] = blocks
@@ -133,6 +144,7 @@ class FixedForwards:
         self._inputs = FixedInputs(backend, shapes, max_blocks, spare)
         self._sampler = Sampler(fused_draw(backend.device))
         self._began = 0.0  # start of the last forward
+        self.propose: Propose | None = None  # source of tokens that fill passes; whatever it returns, answers are equal
 
     def begin(self, request: Request, prompt: int) -> None:
         sequence = request.sequence
@@ -145,10 +157,14 @@ class FixedForwards:
 
     @torch.inference_mode()
     def compute(
-        self, windows: Sequence[VerifyWork], requests: Sequence[Request], kv: KVCache, on_layer: LayerListener | None
+        self, windows: list[VerifyWork], requests: Sequence[Request], kv: KVCache, on_layer: LayerListener | None
     ) -> list[VerifySamples]:
-        """Run the model and return draws per window; none if a new thought makes a grid chunk run again."""
+        """Run the model and return draws per window; none if a new thought makes a grid chunk run again. `windows` with
+        proposals get longer.
+        """
         self._began = time.monotonic()
+        if self._shapes.ragged and not windows[0].on_grid:
+            self._fill(windows, requests)
         work = [ScheduledSequence(window.sequence, window.count) for window in windows]
         listener = partial(on_layer, work) if on_layer is not None else None
         batch = self._inputs.build(windows, [request.tokens for request in requests], listener, self._thoughts)
@@ -160,13 +176,26 @@ class FixedForwards:
             return []
         return self._draws(windows, requests, logits)
 
+    def _fill(self, windows: list[VerifyWork], requests: Sequence[Request]) -> None:
+        """Take proposals as candidates while the pass and the blocks of their sequence have room."""
+        left = self._shapes.total - sum(window.size for window in windows)
+        for number, (window, request) in enumerate(zip(windows, requests, strict=True)):
+            draft, allocation = request.draft, window.sequence.allocation
+            assert draft is not None
+            assert allocation is not None
+            end = window.start + window.count
+            room = min(left, len(allocation.blocks) * self._backend.layout.block_size - end)
+            if draft.proposals and end == len(draft.tokens) and (more := draft.take_proposals(room)):
+                windows[number] = replace(window, count=window.count + more, size=window.size + more)
+                left -= more
+
     def count(self, windows: Sequence[VerifyWork], result: StepResult, counters: Counters) -> None:
         """Count the cost of a forward, but not its results."""
-        size, on_grid = windows[0].size, windows[0].on_grid
-        tokens = size * (1 if on_grid else self._shapes.rows)
+        on_grid = windows[0].on_grid
+        tokens = windows[0].size if on_grid else self._shapes.total
         result.computed += tokens
         result.prefill += tokens * on_grid
-        context = sum(size * window.start + size * (size + 1) // 2 for window in windows)
+        context = sum(w.size * w.start + w.size * (w.size + 1) // 2 for w in windows)
         result.context += context
         result.prefill_context += context * on_grid
         counters.steps += result.computed == tokens  # unless the ordinary batch counted it
@@ -182,12 +211,12 @@ class FixedForwards:
         """Return draws for each window. Rows with a state that follows from the position alone are drawn together."""
         pairs = zip(windows, requests, strict=True)
         found = [VerifySamples(self._sampler, window, request) for window, request in pairs]
-        rows, places = [], list[int]()
-        for number, draws in enumerate(found):
-            at = number * windows[0].size if len(logits) > 1 else -draws.first
+        rows, places, begin = [], list[int](), 0
+        for window, draws in zip(windows, found, strict=True):
+            at, begin = begin if len(logits) > 1 else -draws.first, begin + window.size
             draws.logits = logits[at + draws.first : at + draws.last] if draws.last > draws.first else logits[:0]
             if draws.plain:
-                rows += [draws.row.at(ahead) for ahead in range(draws.last - draws.first)]
+                rows += draws.rows()
                 places += range(at + draws.first, at + draws.last)
         if rows:
             drawn = iter(self._sampler.sample(logits if len(places) == len(logits) else logits[places], rows))
@@ -202,7 +231,7 @@ class FixedForwards:
         """Push draws with right inputs to the choice; move the draft behind them. Return None if none can be drawn."""
         choice, draft, fixed = request.choice, request.draft, progress_of(window.sequence)
         assert draft is not None
-        tokens, final, agrees = list[Token](), window.start + window.count, True
+        tokens, final, agrees, drawn = list[Token](), window.start + window.count, True, draft.drawn
         for number in range(draws.last - draws.first):
             final = window.start + draws.first + number + 1
             sampled = draws[number]
@@ -213,14 +242,18 @@ class FixedForwards:
             tokens += [token] if token is not None else []
             if choice.finish is not None or not agrees:
                 break
-        counters.rollbacks += not agrees
-        fixed.verifying.rollbacks += not agrees
+        wrong = not agrees and (final < drawn or draft.stopped)  # a wrong proposal costs nothing
+        counters.rollbacks += wrong
+        fixed.verifying.rollbacks += wrong
         if choice.finish is None and agrees and tokens and len(choice.tokens) > len(draft.tokens):
             draft.push(choice.tokens[-1])  # the additional one, behind candidates that were all right
         elif choice.finish is not None or not agrees:
-            counters.recomputed_tokens += max(0, len(draft.tokens) - final)
+            counters.recomputed_tokens += max(0, drawn - final - agrees)
             draft = request.draft = CandidateTokens(choice)
+        if self.propose is not None and choice.finish is None:
+            draft.proposals = list(self.propose(draft.tokens, self._shapes.tokens - 1))
         fixed.verified, fixed.ended = len(choice.tokens), draft.ended
+        fixed.proposed, fixed.margin = len(draft.proposals), math.inf
         before, fixed.final, fixed.waited = fixed.final, final, 0
         window.sequence.computed, window.sequence.known = final, len(draft.tokens)
         return VerifiedTokens(tokens, before)
@@ -236,6 +269,13 @@ class VerifySamples:
         self.ready: list[Sampled] = []
         self.logits: Tensor
         self._sampler = sampler
+
+    def rows(self) -> list[Row]:
+        """Return the row of each draw. Those of a greedy one are equal, unless tokens are barred at the beginning."""
+        count = self.last - self.first
+        if self.row.sampling.temperature == 0 and not self.row.bars:
+            return [self.row] * count
+        return [self.row.at(ahead) for ahead in range(count)]
 
     def __getitem__(self, number: int) -> Sampled:
         """Return a draw. All draws before it must have been pushed to the choice."""

@@ -72,6 +72,7 @@ class Row:
         self.position, self.produced = len(prompt), 0
         penalties = sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
         self.seen = None if penalties == (1.0, 0.0, 0.0) else Seen(prompt)
+        self.with_margin = False  # whether draws have the lead of the best logit
         self.noise_start = mix64((sampling.seed or 0) + GOLDEN64)
 
     def advance(self, token_id: int) -> None:

@@ -8,7 +8,9 @@ lowest token id, in argmax and filters. Log-probabilities are the log-softmax of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -26,10 +28,13 @@ CACHED_COLUMNS = 65536  # per part of the noise, so that its temporaries stay in
 
 
 class Sampled(NamedTuple):
-    """A drawn token. `token_id` is None if none can be drawn, because the best logit is not a finite number."""
+    """A drawn token. `token_id` is None if none can be drawn, because the best logit is not a finite number. `margin`
+    is the lead of its logit over the second best, if a row asks for it and all rows of the step are greedy.
+    """
 
     token_id: int | None
     logprobs: TokenLogprobs | None
+    margin: float = math.inf
 
 
 class Sampler:
@@ -48,7 +53,7 @@ class Sampler:
         plan = self._plan_of(rows, logits)
         scores = plan.adjust(logits)
         if plan.greedy and scores.device.type == "cpu":
-            return _greedy(scores)
+            return _greedy(scores, margins=plan.with_margins)
         tokens = self._fused_draw(plan, scores, [0] * len(rows)) if self._fused else _drawn(plan, rows, scores)
         logprobs = _logprobs(logits, tokens, plan.with_logprobs, rows)
         found = enumerate(tokens.tolist())
@@ -90,6 +95,7 @@ class _Plan:
         split = [[i for i in drawn if has_filter(rows[i].sampling, vocab) is asked] for asked in (False, True)]
         self.groups = [_Group(part, rows, logits) for part in split if part]
         self.with_logprobs = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None]
+        self.with_margins = any(row.with_margin for row in rows)
         self.greedy = not (self.with_logprobs or any(row.sampling.temperature > 0 for row in rows))
 
     def adjust(self, logits: Tensor) -> Tensor:
@@ -168,12 +174,18 @@ def gumbel(keys: Tensor, columns: Tensor) -> Tensor:
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
-def _greedy(scores: Tensor) -> list[Sampled]:
+def _greedy(scores: Tensor, *, margins: bool) -> list[Sampled]:
     """Return the best token of each row. It uses numpy, because calls are most of a step's overhead."""
     array = scores.numpy()
-    columns = array.argmax(axis=-1)
-    finite = np.isfinite(array[np.arange(len(array)), columns]).tolist()
-    return [Sampled(token if good else None, None) for token, good in zip(columns.tolist(), finite, strict=True)]
+    rows, columns = np.arange(len(array)), array.argmax(axis=-1)
+    best = array[rows, columns]
+    leads: Iterator[float] = repeat(math.inf)
+    if margins:
+        array[rows, columns] = -math.inf  # for a moment: the maximum of the rest costs less than a copy
+        leads = iter((best - array.max(axis=-1)).tolist())
+        array[rows, columns] = best
+    found = zip(columns.tolist(), np.isfinite(best).tolist(), leads, strict=False)
+    return [Sampled(token if good else None, None, lead) for token, good, lead in found]
 
 
 def _best(scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -93,7 +93,9 @@ def test_only_the_kernels_that_the_shapes_take_and_their_library_change_the_fing
     assert len({flat, *others}) == 4
     assert of(monkeypatch, kernels=TorchKernels()) not in {flat, *others}
     # Small forwards always use one product, whichever is fastest.
-    assert others[0] == of(monkeypatch, kernels=compiled(Choice(8, tall=True)))
+    assert of(monkeypatch, kernels=compiled(Choice(90, tall=True))) == of(
+        monkeypatch, kernels=compiled(Choice(8, tall=True))
+    )
     elsewhere = compiled(Choice(300, tall=True))
     monkeypatch.setattr(elsewhere, "library", SimpleNamespace(_name="/elsewhere/f32-0123.so"))
     assert of(monkeypatch, kernels=elsewhere) != flat
@@ -194,9 +196,33 @@ def by_kv_of_rows(batch, kv, logits):
 )
 def test_decode_steps_that_vary_are_not_exact(where, reason):
     with structlog.testing.capture_logs() as logs:
-        assert checks.checked_shapes(Spoilt(where), replace(SHAPES, exact_rows=64)) == SHAPES
+        assert checks.checked_shapes(Spoilt(where), replace(SHAPES, exact_rows=64)) == replace(SHAPES, ragged=True)
     assert [line["event"] for line in logs] == ["decode_steps_vary", "fixed_forwards_checked"]
     assert logs[0]["reason"].endswith(reason)
+
+
+def by_kv_of_lengths(batch, kv, logits):
+    if SHAPES.tokens - 1 in batch.query_lens:
+        first = sum(batch.query_lens[: batch.query_lens.index(SHAPES.tokens - 1)])
+        kv.k.view(torch.int32)[-1].flatten(0, 1)[batch.slot_mapping[first]] ^= 1
+
+
+def by_length(batch, kv, logits):
+    if 1 in batch.query_lens and len(logits) > 1:
+        logits += 1e-6
+
+
+@pytest.mark.parametrize(
+    ("where", "varies"),
+    [
+        (by_length, "tokens have other logits in a window of 1 tokens"),
+        (by_kv_of_lengths, "tokens have other KV in a window of 31 tokens"),
+    ],
+)
+def test_windows_have_one_length_if_bits_depend_on_it(where, varies):
+    with structlog.testing.capture_logs() as logs:
+        assert checks.checked_shapes(Spoilt(where), SHAPES) == SHAPES
+    assert [line["varies"] for line in logs] == [varies]
 
 
 def by_mixture(batch, kv, logits):
@@ -218,14 +244,14 @@ def test_every_forward_is_exact_only_if_chunks_beside_others_are(where, reason):
     backend.steady_rows = lambda: ANY_ROWS
     with structlog.testing.capture_logs() as logs:
         found = checks.checked_shapes(backend, replace(SHAPES, exact_rows=64))
-    assert found == replace(SHAPES, exact_rows=64, everywhere=reason is None)
+    assert found == replace(SHAPES, exact_rows=64, everywhere=reason is None, ragged=True)
     assert [reason in line["reason"] for line in logs if line["event"] == "decode_steps_vary"] == [True] * bool(reason)
 
 
 @pytest.mark.parametrize(("asked", "found"), [(0, 0), (1, 1), (40, 40), (64, 64), (256, 64)])
 def test_exact_are_as_many_rows_as_were_looked_at(asked, found):
     shapes = replace(SHAPES, exact_rows=asked)
-    assert checks.checked_shapes(OracleBackend(), shapes) == replace(SHAPES, exact_rows=found)
+    assert checks.checked_shapes(OracleBackend(), shapes) == replace(SHAPES, exact_rows=found, ragged=True)
 
 
 @pytest.mark.parametrize(("steady", "found"), [(0, 0), (63, 0), (64, 64), (1000, 64)])

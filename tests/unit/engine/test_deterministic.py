@@ -3,8 +3,10 @@
 The oracle is the reference. The last three tests compare bits of the demo model instead.
 """
 
+import math
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.determinism.checks import exact_rows
-from baton.engine.determinism.planner import VerifiedProgress, split_exact
+from baton.engine.determinism.planner import PATIENCE, VerifiedProgress, WindowPlanner, split_exact
 from baton.engine.determinism.shapes import FixedShapes
 from baton.engine.engine import Engine
 from baton.engine.kernels.cpu.kernel_choice import Choice, Profile
@@ -124,7 +126,59 @@ def test_verify_passes_have_one_shape_and_grid_chunks_depend_on_positions_alone(
     answers(engine_of(backend, total_blocks=512), specs)
     verify = {shape for shape in backend.shapes if len(shape[0]) > 1}
     assert verify == {((8, 8, 8, 8), 32)}
-    assert {shape[0] for shape in backend.shapes if len(shape[0]) == 1} == {(64,), (256,)}
+    assert {shape[0] for shape in backend.shapes if len(shape[0]) == 1} == {(128,), (256,)}
+
+
+RAGGED = FixedShapes(rows=2, tokens=16, ragged=True)
+
+
+def constant(known, most):
+    return [97] * most
+
+
+def oracle_proposer(backend, known, most):
+    """Propose the right tokens of a greedy request, with a wrong one among them."""
+    right = backend.expected(spec_of(tuple(known), max_tokens=most, temperature=0.0))
+    return [*right[:5], 97, *right[6:]]
+
+
+def test_windows_of_any_lengths_fill_passes_of_one_total_before_any_is_due():
+    backend, specs = Tampered(), [spec_of("abc", max_tokens=1 + 40) for _ in range(8)]
+    engine = engine_of(backend, shapes=RAGGED)
+    assert answers(engine, specs) == [backend.expected(specs[0])] * 8
+    passes = [shape for shape in backend.shapes if shape[1] == 32]
+    assert all(sum(lengths) == 32 for lengths, _ in passes)
+    assert ((4,) * 8, 32) in passes
+    assert engine.counters.decode_tokens <= 8 * 40 * 4 // 5  # each window yields a token that no decode step drew
+
+
+def test_proposals_fill_passes_and_replace_decode_steps_but_change_no_token():
+    backend, asked, steps = Tampered(), spec_of("abc", max_tokens=60, temperature=0.0), []
+    for propose in (None, constant, partial(oracle_proposer, backend)):
+        engine = engine_of(backend, shapes=RAGGED)
+        engine._fixed.propose = propose
+        assert answers(engine, [asked]) == [backend.expected(asked)]
+        assert (engine.counters.rollbacks, engine.counters.recomputed_tokens) == (0, 0)
+        steps.append(engine.counters.decode_tokens)
+    assert steps[2] < steps[0] // 2
+
+
+def waiting(known, *, margin=math.inf, shapes=RAGGED, waited=0):
+    progress = VerifiedProgress(shapes, 8, 9, 8, waited=waited, margin=margin)
+    return Sequence(key_of(known), 0, known, 8, policies=(progress,))
+
+
+def test_the_least_certain_candidates_are_verified_first_but_due_ones_before_them():
+    certain, doubtful, due = waiting(20), waiting(18, margin=0.25), waiting(24, waited=PATIENCE)
+    assert [w.sequence for w in WindowPlanner().next([certain, doubtful, due], lambda _: True)] == [due, doubtful]
+    assert [w.sequence for w in WindowPlanner().next([certain, doubtful], lambda _: True)] == []  # not full, none due
+
+
+def test_a_due_sequence_waits_no_longer_than_patience_whatever_comes():
+    due, planner = waiting(24), WindowPlanner()
+    for _ in range(PATIENCE):
+        assert planner.next([due, waiting(10, margin=0.0)], lambda _: True) == []
+    assert planner.next([waiting(20, margin=0.0), due], lambda _: True)[0].sequence is due
 
 
 @pytest.mark.slow
@@ -135,6 +189,7 @@ def test_any_mix_with_little_room_and_any_mistakes(data):
     backend = Tampered(draw(st.sets(st.integers(0, 200), max_size=60)))
     shapes = FixedShapes(*draw(st.sampled_from([(1, 32), (2, 16), (4, 8), (8, 4), (16, 2)])))
     shapes = replace(shapes, exact_rows=draw(st.sampled_from([0, 0, 1, 3, 64])), everywhere=draw(st.booleans()))
+    shapes = replace(shapes, ragged=draw(st.booleans()))
     engine = engine_of(
         backend,
         shapes=shapes,
@@ -152,6 +207,7 @@ def test_any_mix_with_little_room_and_any_mistakes(data):
         )
         for _ in range(draw(st.integers(1, 8)))
     ]
+    engine._fixed.propose = draw(st.sampled_from([None, constant, partial(oracle_proposer, backend)]))
     for got, each in zip(answers(engine, specs), specs, strict=True):
         if each.deterministic or not backend.wrong:
             assert got == backend.expected(each)
@@ -223,8 +279,8 @@ def test_cached_blocks_are_used_up_to_the_grid_and_kept_apart():
     for deterministic, cached in (
         (False, 0),
         (True, 0),  # blocks of the ordinary batch are not used
-        (True, 192),  # the last chunk of the grid is computed again
-        (False, 192 + 192),  # ordinary requests find their blocks
+        (True, 128),  # the last chunk of the grid is computed again
+        (False, 128 + 192),  # ordinary requests find their blocks
     ):
         answers(engine, [spec_of("q" * 200, deterministic=deterministic)])
         assert engine.counters.cached_tokens == cached

@@ -157,7 +157,7 @@ def test_a_worker_tells_on_which_settings_its_bits_depend(settings):
         (KV, {"coalesce_below": 8 << 10, "staging_memory": 64 << 20, "frame_size": 1 << 20, "verify_kv": False}),
         (("transfer.verify=kv",), {"verify_kv": True}),
         ((), {"shapes": FixedShapes(exact_rows=64), "thinking_prefill": "auto"}),
-        (("determinism.verify=always",), {"shapes": FixedShapes()}),
+        (("determinism.verify=always",), {"shapes": FixedShapes(2, 64)}),
         (("determinism.rows=4",), {"shapes": FixedShapes(4, FixedShapes().tokens, exact_rows=64)}),
         (SHAPE, {"shapes": FixedShapes(1, 96, exact_rows=7)}),
         *(((f"thinking.prefill={how}",), {"thinking_prefill": how}) for how in ("auto", "fast", "sequential", "off")),
@@ -566,9 +566,10 @@ def test_the_shape_in_the_cluster_file_comes_first(demo, tmp_path):
         (): (4, 32, "profile"),  # steps are exact with it
         ("determinism.rows=1",): (1, 32, "config"),
         ("determinism.rows=1", "determinism.window=64"): (1, 64, "config"),
-        ("determinism.window=64",): (PRESET, 64, "preset"),  # nothing was measured for it
+        ("determinism.window=48",): (PRESET, 48, "preset"),  # it does not divide what was measured
+        ("determinism.window=64",): (2, 64, "profile"),
         ("determinism.window=32",): (4, 32, "profile"),
-        ("determinism.verify=always",): (8, 32, "profile"),
+        ("determinism.verify=always",): (4, 64, "profile"),
         (f"model.path={tmp_path}",): (PRESET, 32, "preset"),  # loading reports the missing model
         ("model.path=oracle",): (PRESET, 32, "preset"),
     }.items():
