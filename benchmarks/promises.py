@@ -160,9 +160,9 @@ async def measure(state: ClusterState, profile: Path, args: argparse.Namespace) 
         site = Site(load_profile(str(profile)), slo, Pool(0), Pool(0), ROUTER, seed=SEED)
         for load in LOADS:
             print(f"{load:g} times {rate:.2f} requests/s, limits {ttft_s:.3f} s and {gap_s:.4f} s", file=sys.stderr)
-            before = await client.status()
+            before = await client.cluster()
             found = await opened(client, load * rate, seconds, SEED + 1, ttft_ms=1e3 * ttft_s, itl_ms=1e3 * gap_s)
-            after = await client.status()
+            after = await client.cluster()
             plain = await opened(client, load * rate, seconds, SEED + 1)
             kept = after.promises_kept - before.promises_kept
             broken = after.promises_broken - before.promises_broken

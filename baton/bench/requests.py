@@ -44,8 +44,7 @@ class BenchPlan:
     seed: int = 0
     temperature: float = 0.0
     ignore_eos: bool = True
-    promise_ttft_ms: float | None = None
-    promise_itl_ms: float | None = None
+    promise_ms: tuple[float, float] = (0.0, 0.0)  # TTFT and mean ITL to send; 0 means none
     model: str = ""  # empty for the first model that the server has
     api: str = "grpc"  # or http
 

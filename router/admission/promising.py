@@ -21,7 +21,8 @@ from baton.errors import PromiseRefused
 from baton.metrics.base import PROMISES
 from router.admission.admission import Admission, Ticket
 from router.admission.forecast import DecodeBatch, Forecast, Margins, Plan, PrefillQueue, fits, work_of
-from router.placement.promise import Flight, Promise, Seat
+from router.parsing.ranges import Promise
+from router.placement.promise import Flight, Seat
 from router.workers.placement import Placement
 
 _LEAST_RETRY_S = 0.05
@@ -122,7 +123,7 @@ class Promises:
         return self._offer(prefills, decodes, flight, now)
 
     def _offer(self, prefills: Sequence[Seat], decodes: Sequence[Seat], flight: Flight, now: float) -> PromiseRefused:
-        """Return the refusal: the least TTFT behind all promises, or the least mean gap beside them."""
+        """Return the refusal: the least TTFT behind all promises, or with them the least mean gap."""
         asked = flight.promise
         last = Flight(flight.prompt, flight.answer, now, Promise(_ANY_S, asked.itl_s))
         first = self._planned(prefills, decodes, last, now)[last].first

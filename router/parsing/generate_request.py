@@ -30,9 +30,8 @@ from baton.structured_output import Grammars
 from baton.tokenizer import Tokenizer
 from router.parsing.chat import Chats
 from router.parsing.model_forms import REASONING, ends_in_reasoning, opens_reasoning
-from router.parsing.ranges import promise_of, wrong_ranges
+from router.parsing.ranges import Promise, promise_of, wrong_ranges
 from router.parsing.receipts import issuer_for, receipt_violations
-from router.placement.promise import Promise
 
 DEFAULT_MAX_TOKENS = 16
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from baton import limits
 from baton.errors import Violation
 from baton.rpc.v1 import inference_pb2 as pb
-from router.placement.promise import NO_PROMISE, Promise
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """Upper limits in seconds that an accepted request keeps. `ttft_s` counts from the arrival at the router to the
+    first token there. `itl_s` is the mean time between its tokens, as in `slo.itl_ms`. inf promises nothing.
+    """
+
+    ttft_s: float = math.inf
+    itl_s: float = math.inf
+
+    @property
+    def given(self) -> bool:
+        return min(self.ttft_s, self.itl_s) < math.inf
+
+
+NO_PROMISE = Promise()
 
 
 def wrong_ranges(message: pb.GenerateRequest) -> Iterator[Violation]:

@@ -1,31 +1,14 @@
-"""A promise of latency to one request, and the flight of a choice: its progress as far as forecasts need it."""
+"""The flight of a choice: its progress as far as forecasts need it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from baton.core import WorkerRef
+from router.parsing.ranges import NO_PROMISE, Promise
 from router.placement.snapshot import Facts
-
-
-@dataclass(frozen=True, slots=True)
-class Promise:
-    """Upper limits in seconds that an accepted request keeps. `ttft_s` counts from the arrival at the router to the
-    first token there. `itl_s` is the mean time between its tokens, as in `slo.itl_ms`. inf promises nothing.
-    """
-
-    ttft_s: float = math.inf
-    itl_s: float = math.inf
-
-    @property
-    def given(self) -> bool:
-        return min(self.ttft_s, self.itl_s) < math.inf
-
-
-NO_PROMISE = Promise()
 
 
 @dataclass(slots=True, eq=False)
@@ -46,8 +29,8 @@ class Flight:
     last_at: float = 0.0
     count: Callable[[], int] | None = field(default=None, repr=False)  # newer than `done`, in a simulation
     made_at: float = 0.0  # time of the forecast `ttft_s`
-    ttft_s: float = 0.0  # largest forecast from `made_at` on, over all admissions beside it; 0 means none
-    itl_s: float = 0.0  # largest forecast of its mean gap, over all admissions beside it
+    ttft_s: float = 0.0  # largest forecast from `made_at` on, over all later admissions; 0 means none
+    itl_s: float = 0.0  # largest forecast of its mean gap, over all later admissions
     move_s: float = 0.0  # forecast of the handoff
     work: tuple[float, float] = (0.0, 0.0)  # prompt tokens to compute, and the positions that they attend to
     attempts: int = 0

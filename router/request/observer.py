@@ -22,7 +22,8 @@ from baton.stages import Timings
 from baton.tracing.trace import TraceContext
 from router.activity import ActivityRecorder
 from router.admission.promising import Promises
-from router.placement.promise import NO_PROMISE, Flight, Promise
+from router.parsing.ranges import NO_PROMISE, Promise
+from router.placement.promise import Flight
 from router.request.attempt import Attempt
 from router.request.traces import Trace, Traces, Track
 from router.workers.placement import Placement

@@ -15,9 +15,7 @@ from baton.cli.options import ClusterName, Json, ModelName, Target, Temperature,
 
 if TYPE_CHECKING:
     from baton.bench.requests import BenchPlan
-
-    _Limits = tuple[float | None, float | None, float | None, float, float | None]  # of `Goals`
-    _Target = tuple[str | None, str | None, float, str | None, Path | None]  # of `Router`
+    from baton.cli.target import Router
 
 PICTURES = (".png", ".svg", ".pdf")
 TRACES = "Mooncake's JSON lines, Azure's CSV, or JSON lines: prompt or prompt_tokens, max_tokens, timestamp (ms)"
@@ -36,6 +34,10 @@ GapPercentile = Annotated[
 Http = Annotated[str | None, typer.Option(metavar="URL", help="use OpenAI's HTTP API at this URL instead of gRPC")]
 First = Annotated[Path, typer.Argument(metavar="A", help="a report")]
 Second = Annotated[Path, typer.Argument(metavar="B", help="a report")]
+Promise = Annotated[
+    tuple[float, float], typer.Option(metavar="TTFT ITL", help="send these limits as a promise; 0 means none")
+]
+Limits = tuple[float | None, float | None, float | None, float, float | None]  # of goodput
 Plot = Annotated[Path | None, typer.Option(help="draw the samples into a .png, .svg or .pdf (needs matplotlib)")]
 
 Duration = Annotated[float | None, typer.Option(min=0, help="seconds after which no request is sent")]
@@ -70,8 +72,7 @@ def bench(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     gap_ms: Annotated[float | None, typer.Option(help="goodput: limit of each ITL")] = None,
     gap_percentile: GapPercentile = 100.0,
     e2e_ms: Annotated[float | None, typer.Option(help="goodput: limit of the whole answer's time")] = None,
-    promise_ttft_ms: Annotated[float | None, typer.Option(help="send this TTFT as a promise")] = None,
-    promise_itl_ms: Annotated[float | None, typer.Option(help="send this mean ITL as a promise")] = None,
+    promise_ms: Promise = (0.0, 0.0),
     http: Http = None,
     model: ModelName = "",
     timeout: Timeout = 120.0,
@@ -86,13 +87,16 @@ def bench(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     """Send requests and measure latencies, throughput and goodput. `baton bench compare A B` compares two reports."""
     if context.invoked_subcommand is not None:
         return
-    plan = replace(_plan(), trace=trace, scale=scale, every=every, speed=speed, clip=clip, vocab_size=vocab_size)
+    from baton.bench.requests import BenchPlan
+    from baton.cli.target import Router
+
+    plan = BenchPlan(trace=trace, scale=scale, every=every, speed=speed, clip=clip, vocab_size=vocab_size, seed=seed)
     plan = replace(plan, concurrency=concurrency, rate=rate, arrivals=arrivals, requests=requests, duration=duration)
     plan = replace(plan, max_in_flight=max_in_flight, warmup=warmup, prompt_tokens=prompt_tokens, ignore_eos=ignore_eos)
     plan = replace(plan, max_tokens=max_tokens, deterministic_share=deterministic_share, temperature=temperature)
-    plan = replace(plan, promise_ttft_ms=promise_ttft_ms, promise_itl_ms=promise_itl_ms, model=model, seed=seed)
-    goals, router = (ttft_ms, itl_ms, gap_ms, gap_percentile, e2e_ms), (name, target, timeout, token, tls)
-    _run(plan, goals, router, http, as_json, out, plot)
+    plan = replace(plan, model=model, promise_ms=promise_ms)
+    goals = ttft_ms, itl_ms, gap_ms, gap_percentile, e2e_ms
+    _run(plan, goals, Router(name, target, timeout, token, tls), http, as_json, out, plot)
 
 
 @bench_app.command("compare")
@@ -103,33 +107,26 @@ def compare(first: First, second: Second, as_json: Json = False) -> None:
     print_comparison(first, second, as_json=as_json)
 
 
-def _plan() -> BenchPlan:
-    from baton.bench.requests import BenchPlan
-
-    return BenchPlan()
-
-
 def _run(
-    plan: BenchPlan, limits: _Limits, at: _Target, url: str | None, as_json: bool, out: Path | None, plot: Path | None
+    plan: BenchPlan, limits: Limits, router: Router, url: str | None, as_json: bool, out: Path | None, plot: Path | None
 ) -> None:
     _check_files(out, plot)
     from baton.bench.output import Output, run_bench
     from baton.bench.requests import Load
     from baton.bench.sample import Goals
     from baton.bench.targets import GrpcServer, HttpServer, Server
-    from baton.cli.target import Router
     from baton.client import Options
     from baton.clock import SystemClock
 
-    plan, goals, router = replace(plan, api="grpc" if url is None else "http"), Goals(*limits), Router(*at)
+    plan = replace(plan, api="grpc" if url is None else "http")
     options = Options(temperature=plan.temperature, ignore_eos=plan.ignore_eos or None, model=plan.model)
-    options |= Options(ttft_ms=plan.promise_ttft_ms, itl_ms=plan.promise_itl_ms)
+    options |= Options(ttft_ms=plan.promise_ms[0] or None, itl_ms=plan.promise_ms[1] or None)
     server: Server
     if url is None:
         server = GrpcServer(router.async_client(max_retries=0), options, SystemClock())
     else:
         server = HttpServer(url, options, SystemClock(), router.timeout, router.token, router.authorities())
-    run_bench(server, Load.read(plan), goals, Output(as_json, out, plot))
+    run_bench(server, Load.read(plan), Goals(*limits), Output(as_json, out, plot))
 
 
 def _check_files(out: Path | None, plot: Path | None) -> None:

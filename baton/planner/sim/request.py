@@ -31,8 +31,9 @@ from baton.planner.sim.timing import Timing
 from decode_workers.reservations import Reservations
 from router.admission.admission import QueueLimits, ticket_for
 from router.admission.promising import Promises, PromisingAdmission
+from router.parsing.ranges import NO_PROMISE, Promise
 from router.placement.policy import ALONE, POLICIES
-from router.placement.promise import NO_PROMISE, Flight, Promise, Seat
+from router.placement.promise import Flight, Seat
 from router.placement.snapshot import WorkerView
 from router.request.lifecycle import DEATH_LIMIT
 from router.workers.placement import NO_REQUIREMENTS, Placement, Requirements

@@ -14,7 +14,8 @@ from router.admission.admission import QueueLimits, ticket_for
 from router.admission.calibration import Calibration
 from router.admission.forecast import DecodeBatch, Margins, PrefillQueue, fits
 from router.admission.promising import Promises, PromisingAdmission
-from router.placement.promise import Flight, Promise, Seat
+from router.parsing.ranges import Promise
+from router.placement.promise import Flight, Seat
 from router.placement.snapshot import BLANK
 from router.workers.placement import Placement, Requirements
 from tests.unit.router.fakes import decode, pace, pool_of, prefill, say, turns

@@ -2,6 +2,7 @@
 
 import math
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -20,13 +21,14 @@ def run(rate: float, slo: Slo, *, spread: tuple[float, ...] = (), promised: bool
     for number in range(WARMUP + 600):
         at_s += draw.expovariate(8.0 if number < WARMUP else rate)
         load.append(Arrival(at_s, draw.randint(100, 800), draw.randint(20, 120)))
-    shape = {"spread": spread, "prefix_cache": False}
+    shape: dict[str, Any] = {"spread": spread, "prefix_cache": False}
     router = Router(
         max_requests=10**6, max_wait_s=1e3, report_s=0.1, local_prefill=False,
         promises_from_s=load[WARMUP].at_s if promised else math.inf,
     )  # fmt: skip
-    pools = {"prefill": Pool(1, PROMPT, **shape), "decode": Pool(1, DECODE, kv_blocks=4000, **shape)}
-    cluster = Cluster(Scenario(**pools, network=Network(token_bytes=1000.0), router=router, slo=slo, seed=seed))
+    prefill, decode = Pool(1, PROMPT, **shape), Pool(1, DECODE, kv_blocks=4000, **shape)
+    scenario = Scenario(decode, prefill, network=Network(token_bytes=1000.0), router=router, slo=slo, seed=seed)
+    cluster = Cluster(scenario)
     return cluster, cluster.run(load)
 
 
