@@ -88,7 +88,8 @@ def train(model: DemoModel, ids: Tensor, tested: Tensor, out: Path, minutes: flo
             _report(model, tested, losses, step, saved - began)
             losses.clear()
             save(model, out, end)
-    _report(model, tested, losses or [float("nan")], step, time.monotonic() - began)
+    if losses:
+        _report(model, tested, losses, step, time.monotonic() - began)
     save(model, out, end)
 
 

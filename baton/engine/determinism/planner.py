@@ -1,6 +1,6 @@
 """Planner of fixed forwards: the part of a deterministic sequence that is computed next. Pure, like the scheduler.
 
-A sequence is *due*, and waits for a verify pass, if it has `W - 1` candidates or one that ends it. What is left of a
+A sequence is *due*, and waits for a verify pass, if it has `W - 1` candidates or one that ends it. The rest of a
 pass goes to others with candidates, those with the least certain ones first. If windows may have any lengths, a pass
 also runs as soon as all candidates fill it. Each step has at most one pass or a few grid chunks, so that other
 sequences wait for no more.

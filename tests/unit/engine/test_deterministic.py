@@ -161,6 +161,7 @@ def test_proposals_fill_passes_and_replace_decode_steps_but_change_no_token():
         assert (engine.counters.rollbacks, engine.counters.recomputed_tokens) == (0, 0)
         steps.append(engine.counters.decode_tokens)
     assert steps[2] < steps[0] // 2
+    assert engine.counters.verify_passes <= 60 // 6 + 2  # each takes five right proposals and a token more
 
 
 def waiting(known, *, margin=math.inf, shapes=RAGGED, waited=0):
