@@ -165,13 +165,14 @@ class Speculation:
 
     def _room(self, item: ScheduledSequence, count: int) -> int:
         """Return how many of `count` proposals the blocks of a sequence can hold. Adds blocks only if enough remain for
-        all others, so that proposals preempt none.
+        as many tokens of each running sequence, so that proposals delay and preempt none.
         """
         sequence, scheduler = item.sequence, self._scheduler
         allocation, size, pool = sequence.allocation, scheduler.block_size, scheduler.pool
         assert allocation is not None
         missing = -(-(sequence.known + count) // size) - len(allocation)
-        if missing > 0 and pool.available - missing >= scheduler.watermark:
+        spare = scheduler.watermark + len(scheduler.running) * -(-MOST // size)
+        if missing > 0 and pool.available - missing >= spare:
             before = len(allocation)
             allocation.grow(missing)
             pool.history.blocks("owned", sequence.key, allocation, before)

@@ -1,6 +1,7 @@
 """Speculation: streams with proposals, right and wrong ones, equal those without, with all features and little room."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -216,17 +217,25 @@ def test_a_handed_over_sequence_is_speculated_on():
 
 
 def test_proposals_take_no_blocks_that_others_need():
-    """Two sequences fill the pool to the last block. Without proposals none is preempted, so none is with them."""
+    """The pool has just enough blocks for both sequences. All proposals are wrong, so steps are as many as without."""
     backend = oracle()
-    specs = [spec_of(max_tokens=21), spec_of("xyz", max_tokens=21)]
-    engine = foreseeing(backend, specs, total_blocks=12)
-    streams = Streams()
-    for number, spec in enumerate(specs):
-        engine.submit(key_of(number), spec)
-    streams.drain(engine, lambda result: None)
-    assert [streams.ids(key_of(number)) for number in range(2)] == [backend.expected(spec) for spec in specs]
-    assert engine.counters.preemptions == 0
-    assert engine.counters.accepted_tokens > 0
+    free = [spec_of(max_tokens=60), spec_of("xyz", max_tokens=60)]
+    texts = [generate(engine_of(backend), spec).text for spec in free]
+    specs = [replace_stop(spec, text[at : at + 4]) for spec, text, at in zip(free, texts, (10, 14), strict=True)]
+    steps = []
+    for engine in (engine_of(backend, 10), foreseeing(backend, free, wrong=range(200), total_blocks=10)):
+        streams = Streams()
+        for number, spec in enumerate(specs):
+            engine.submit(key_of(number), spec)
+        streams.drain(engine)
+        assert len(streams.finishes) == 2
+        steps.append((streams.steps, engine.counters.preemptions))
+    assert steps[0] == steps[1]
+    assert engine.counters.speculated_tokens > 0
+
+
+def replace_stop(spec, stop):
+    return replace(spec, sampling=replace(spec.sampling, stop=(stop,)))
 
 
 def test_an_end_within_accepted_tokens_drops_those_behind_it():
@@ -373,7 +382,7 @@ def test_rows_of_one_sequence_have_the_bits_of_single_steps(dtype):
 
 
 def test_attention_that_splits_single_rows_needs_fixed_forwards():
-    """With `attention_splits: load`, a single row's long context is computed in parts. Fixed forwards have none."""
+    """A single row's long context is computed in parts by `attention_splits: load`, but not in fixed forwards."""
     assert equal_rows(compiled_model("float32", "load"), 2048) == EqualRows(MOST_ROWS, fixed=True)
 
 
