@@ -88,7 +88,6 @@ def bench(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     if context.invoked_subcommand is not None:
         return
     from baton.bench.requests import BenchPlan
-    from baton.cli.target import Router
 
     plan = BenchPlan(trace=trace, scale=scale, every=every, speed=speed, clip=clip, vocab_size=vocab_size, seed=seed)
     plan = replace(plan, concurrency=concurrency, rate=rate, arrivals=arrivals, requests=requests, duration=duration)
@@ -96,7 +95,7 @@ def bench(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     plan = replace(plan, max_tokens=max_tokens, deterministic_share=deterministic_share, temperature=temperature)
     plan = replace(plan, model=model, promise_ms=promise_ms)
     goals = ttft_ms, itl_ms, gap_ms, gap_percentile, e2e_ms
-    _run(plan, goals, Router(name, target, timeout, token, tls), http, as_json, out, plot)
+    _run(plan, goals, _router(name, target, timeout, token, tls), http, as_json, out, plot)
 
 
 @bench_app.command("compare")
@@ -105,6 +104,12 @@ def compare(first: First, second: Second, as_json: Json = False) -> None:
     from baton.bench.compare import print_comparison
 
     print_comparison(first, second, as_json=as_json)
+
+
+def _router(name: str | None, target: str | None, timeout: float, token: str | None, tls: Path | None) -> Router:
+    from baton.cli.target import Router
+
+    return Router(name, target, timeout, token, tls)
 
 
 def _run(

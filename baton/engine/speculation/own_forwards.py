@@ -19,20 +19,20 @@ class OwnWork(Protocol):
     def sequence(self) -> Sequence: ...
 
 
-_Work_contra = TypeVar("_Work_contra", contravariant=True)
+_Work = TypeVar("_Work")
 _Draws = TypeVar("_Draws")
 
 
-class OwnForwards(Protocol[_Work_contra, _Draws]):
+class OwnForwards(Protocol[_Work, _Draws]):
     """One kind of these forwards."""
 
     def compute(
-        self, work: ListOf[_Work_contra], requests: ListOf[Request], kv: KVCache, on_layer: LayerListener | None, /
+        self, work: list[_Work], requests: ListOf[Request], kv: KVCache, on_layer: LayerListener | None, /
     ) -> list[_Draws]:
         """Run the model and return the draws of each item, or none if the work is to run again."""
 
-    def count(self, work: ListOf[_Work_contra], result: StepResult, counters: Counters, /) -> None:
+    def count(self, work: ListOf[_Work], result: StepResult, counters: Counters, /) -> None:
         """Count the cost of a forward, before `take`."""
 
-    def take(self, item: _Work_contra, request: Request, draws: _Draws, counters: Counters, /) -> VerifiedTokens | None:
+    def take(self, item: _Work, request: Request, draws: _Draws, counters: Counters, /) -> VerifiedTokens | None:
         """Push the right draws to the request and advance its sequence. Return None if none can be drawn."""

@@ -136,7 +136,7 @@ WORDS = pb.Constraint(choices=pb.Choices(texts=["in", "into"]))
         (
             message(constraint=pb.Constraint()),
             "constraint",
-            "one of json_schema, regex and choices must be set",
+            "one of json_schema, regex, choices and grammar must be set",
         ),
         (message(constraint=pb.Constraint(regex="a(")), "constraint.regex", "unclosed group"),
         (message(constraint=pb.Constraint(json_schema='{"type": "x"}')), "constraint.json_schema", "Invalid type: x"),
