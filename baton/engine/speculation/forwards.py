@@ -38,6 +38,7 @@ from baton.engine.speculation.proposer import Proposer
 from baton.engine.step_result import Counters, StepResult
 
 MOST = 15  # proposals of a sequence in a step
+MEASURED = 16  # of so many steps without proposals, one is measured
 
 
 @dataclass(slots=True)
@@ -61,16 +62,23 @@ class Speculation:
     ) -> None:
         self._inputs, self._sampler, self._scheduler = ordinary.inputs, ordinary.sampler, scheduler
         self._backend, self._options = backend, options
+        self._idle = 0  # steps without proposals since the last one with some
         self._single = Sampler(fused_draw(backend.device))  # for rows that depend on the draw before
 
     def takes(self, work: Sequence[ScheduledSequence], requests: Mapping[HandoffId, Request]) -> bool:
-        """Return whether `work` is a step of this kind: one token of each sequence, with equal bits in any company."""
+        """Propose for `work` and return whether it is a step of this kind: one token of each sequence, with equal bits
+        in any company. Most steps without proposals are ordinary ones, which take less time on the host.
+        """
         if not 0 < len(work) <= self._options.rows or any(item.count > 1 or not item.completes for item in work):
             return False
         found = [requests[item.sequence.key] for item in work]
         if len(work) > self._options.exact_rows and any(each.progress is not None for each in found):
             return False
-        return all(each.is_final(exact=True) and scores_of(each.sequence) is None for each in found)
+        if not all(each.is_final(exact=True) and scores_of(each.sequence) is None for each in found):
+            return False
+        self._propose(work, found)
+        self._idle = 0 if any(item.count > 1 for item in work) else self._idle + 1
+        return self._options.fixed or self._idle % MEASURED == 0
 
     @torch.inference_mode()
     def compute(
@@ -80,8 +88,7 @@ class Speculation:
         kv: KVCache,
         on_layer: LayerListener | None,
     ) -> list[Draws]:
-        """Propose, run the model, and return draws for each sequence."""
-        self._propose(work, requests)
+        """Run the model and return draws for each sequence, after `takes`."""
         began = monotonic()
         listener = partial(on_layer, list(work)) if on_layer is not None else None
         fixed = self._options.fixed or any(map(_is_deterministic, requests))
