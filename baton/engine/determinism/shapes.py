@@ -9,7 +9,6 @@ give the same bits in every shape. Then every forward is exact, and deterministi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from baton.engine.sampling.output import OutputState
 
 
-Propose = Callable[[Sequence[int], int], Sequence[int]]  # known tokens, and the most tokens to expect behind them
 SHORT, SHORT_UNTIL = 128, 256  # short chunks first, because a prompt is padded to whole chunks
 MOST = 64  # sequences of a pass whose windows have any lengths
 

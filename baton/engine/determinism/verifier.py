@@ -22,7 +22,7 @@ from torch import Tensor
 from baton.core import Token
 from baton.engine.batch import Batch
 from baton.engine.determinism.planner import ExactForwards, VerifiedProgress, progress_of
-from baton.engine.determinism.shapes import CandidateTokens, FixedShapes, Propose
+from baton.engine.determinism.shapes import CandidateTokens, FixedShapes
 from baton.engine.kernels.select import fused_draw
 from baton.engine.kv_cache import KVCache
 from baton.engine.memory.staging import Staged
@@ -35,6 +35,10 @@ from baton.engine.sampling.sampler import Sampled, Sampler
 from baton.engine.sequence import LayerListener, ScheduledSequence, VerifyWork
 from baton.engine.step_result import Counters, StepResult
 from baton.engine.thinking import Thoughts
+
+
+# Returns at most so many tokens that may follow the verified ones of a request.
+Propose = Callable[[Request, int], Sequence[int]]
 
 
 class VerifiedTokens(NamedTuple):
@@ -250,8 +254,8 @@ class FixedForwards:
         elif choice.finish is not None or not agrees:
             counters.recomputed_tokens += max(0, drawn - final - agrees)
             draft = request.draft = CandidateTokens(choice)
-        if self.propose is not None and choice.finish is None:
-            draft.proposals = list(self.propose(draft.tokens, self._shapes.tokens - 1))
+        if self.propose is not None and choice.finish is None and len(draft.tokens) == len(choice.tokens):
+            draft.proposals = list(self.propose(request, self._shapes.tokens - 1))
         fixed.verified, fixed.ended = len(choice.tokens), draft.ended
         fixed.proposed, fixed.margin = len(draft.proposals), math.inf
         before, fixed.final, fixed.waited = fixed.final, final, 0

@@ -18,7 +18,7 @@ def test_each_option_is_a_field_of_the_wire_and_the_other_way_round():
     request = set(inference.GenerateRequest.DESCRIPTOR.fields_by_name)
     request -= {"text", "token_ids", "chat", "sampling", "constraint"}
     sampling = set(common.Sampling.DESCRIPTOR.fields_by_name)
-    constraint = {"json_schema", "regex", "choices"}
+    constraint = {"json_schema", "regex", "choices", "grammar"}
     assert set(Options.__annotations__) == request | sampling | constraint
 
 

