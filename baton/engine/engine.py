@@ -99,9 +99,7 @@ class Engine:
         self._factory = RequestFactory(backend, choices, begin_fixed, self._thoughts, self._states, prefix_cache)
         self._exact_rows = shapes.exact_rows if shapes else 0
         forwards = self._ordinary, self._scheduler, backend
-        self._speculation = None if speculation is None else Speculation(*forwards, speculation)
-        if self._speculation and self._fixed:
-            self._fixed.propose = self._speculation.candidates
+        self._speculation = None if speculation is None else Speculation(*forwards, speculation, self._fixed)
         self._requests: dict[HandoffId, Request] = {}
         self._ended: list[SequenceOutput] = []  # ended by known tokens; reported by the next step
         early = backend.device.type == "cuda" if overlap is None else overlap

@@ -36,7 +36,6 @@ from baton.engine.sequence import LayerListener, ScheduledSequence, VerifyWork
 from baton.engine.step_result import Counters, StepResult
 from baton.engine.thinking import Thoughts
 
-
 # Returns at most so many tokens that may follow the verified ones of a request.
 Propose = Callable[[Request, int], Sequence[int]]
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from baton.core import HandoffId, Token
 from baton.engine.determinism.planner import ExactForwards
-from baton.engine.determinism.verifier import VerifiedTokens
+from baton.engine.determinism.verifier import FixedForwards, VerifiedTokens
 from baton.engine.kernels.select import fused_draw
 from baton.engine.kv_cache import KVCache
 from baton.engine.model_backend import ModelBackend
@@ -58,8 +58,15 @@ class Speculation:
     """Speculative steps of one engine. Each has one forward, for all of its work or for none."""
 
     def __init__(
-        self, ordinary: OrdinaryForwards, scheduler: Scheduler, backend: ModelBackend, options: SpeculationOptions
+        self,
+        ordinary: OrdinaryForwards,
+        scheduler: Scheduler,
+        backend: ModelBackend,
+        options: SpeculationOptions,
+        fixed: FixedForwards | None = None,
     ) -> None:
+        if fixed is not None:
+            fixed.propose = self.candidates
         self._inputs, self._sampler, self._scheduler = ordinary.inputs, ordinary.sampler, scheduler
         self._backend, self._options = backend, options
         self._idle = 0  # steps without proposals since the last one with some
