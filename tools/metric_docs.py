@@ -97,7 +97,7 @@ OF_METRIC: Mapping[str, Mapping[str, Values]] = {
     "baton_computed_tokens": {"kind": ("prefill", "decode")},
     "baton_decisions": {"kind": DECISIONS},
     "baton_promises": {"outcome": PROMISES},
-    "baton_promise_calibration": {"latency": ("ttft", "itl"), "bin": ("0 to 9",)},
+    "baton_promise_calibration": {"latency": ("ttft", "itl"), "bin": tuple(map(str, range(10)))},
 }
 _SUFFIX = re.compile(r"_(total|created|bucket|sum|count|info)$")
 

@@ -102,6 +102,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             _BOTH,
             "another incarnation has its place, or the process was frozen for too long; the worker ends",
         ),
+        "drafter_failed": (_BOTH, "a bug in the proposals of speculation, with its traceback; none are made any more"),
         "engine_step_failed": (_BOTH, "a bug in a step, with its traceback; the requests of the step fail"),
         "engine_thread_failed": (_BOTH, "a bug that ends the worker, with its traceback"),
         "orders_unread": (_BOTH, "the controller's commands could not be read from Redis"),

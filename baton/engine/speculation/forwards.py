@@ -10,13 +10,14 @@ same penalties, constraints, stops and ends. KV behind them stays uncommitted, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from time import monotonic
 
+import structlog
 import torch
 from torch import Tensor
 
@@ -37,6 +38,7 @@ from baton.engine.speculation.control import ProposalControl, Speculating
 from baton.engine.speculation.proposer import Proposer
 from baton.engine.step_result import Counters, StepResult
 
+log = structlog.get_logger()
 MOST = 15  # proposals of a sequence in a step
 MEASURED = 16  # of so many steps without proposals, one is measured
 
@@ -69,6 +71,7 @@ class Speculation:
             fixed.propose = self.candidates
         self._inputs, self._sampler, self._scheduler = ordinary.inputs, ordinary.sampler, scheduler
         self._backend, self._options = backend, options
+        self._broken = False  # the drafter failed; it is not asked again
         self._idle = 0  # steps without proposals since the last one with some
         self._single = Sampler(fused_draw(backend.device))  # for rows that depend on the draw before
 
@@ -83,7 +86,11 @@ class Speculation:
             return False
         if not all(each.is_final(exact=True) and scores_of(each.sequence) is None for each in found):
             return False
-        self._propose(work, found)
+        if not self._broken:
+            self._try(partial(self._propose, work, found))
+        if self._broken:
+            for item, request in zip(work, found, strict=True):
+                item.count, request.speculating = 1, None
         self._idle = 0 if any(item.count > 1 for item in work) else self._idle + 1
         return self._options.fixed or self._idle % MEASURED == 0
 
@@ -118,7 +125,7 @@ class Speculation:
     ) -> VerifiedTokens | None:
         """Push draws to the choice up to the first that is no proposal. Return None if none can be drawn."""
         choice, sequence, before = request.choice, item.sequence, item.sequence.computed
-        proposal, tokens, accepted = _state_of(request).proposal, list[Token](), 0
+        proposal, tokens, accepted = _proposal_of(request), list[Token](), 0
         for number in range(item.count):
             sampled = draws[number]
             if sampled.token_id is None:
@@ -138,15 +145,29 @@ class Speculation:
         """Return up to `most` proposals behind the verified tokens of a request, for its next verify pass. It must have
         no candidates. The pass draws each token again, so proposals are as safe as the draws of ordinary steps.
         """
+        found: list[int] = []
+        if not self._broken:
+            self._try(lambda: found.extend(self._candidates(request, most)))
+        return found
+
+    def _candidates(self, request: Request, most: int) -> list[int]:
         source = self._begun(request).source
         count = source.available(min(most, _limit(request)))
         return self._options.proposer.propose([source], [count])[0] if count > 0 else []
 
+    def _try(self, propose: Callable[[], None]) -> None:
+        """Run the drafter. If it fails, the engine goes on without proposals."""
+        try:
+            propose()
+        except Exception:
+            log.exception("drafter_failed")
+            self._broken = True
+
     def _note(self, request: Request, accepted: int, counters: Counters) -> None:
-        state = _state_of(request)
+        state = request.speculating
         counters.accepted_tokens += accepted
         counters.decode_tokens += accepted
-        if state.proposal:
+        if state is not None and state.proposal:
             state.acceptance.note(len(state.proposal), accepted)
             self._options.control.overall.note(len(state.proposal), accepted)
             state.proposal = []
@@ -241,9 +262,8 @@ def _limit(request: Request) -> int:
     return min(left - 1, MOST)
 
 
-def _state_of(request: Request) -> Speculating:
-    assert request.speculating is not None
-    return request.speculating
+def _proposal_of(request: Request) -> list[int]:
+    return request.speculating.proposal if request.speculating is not None else []
 
 
 def _is_deterministic(request: Request) -> bool:
@@ -261,7 +281,7 @@ def _extended(requests: Sequence[Request]) -> Iterator[None]:
     ends = [len(request.tokens) for request in requests]
     try:
         for request in requests:
-            request.tokens.extend(_state_of(request).proposal)
+            request.tokens.extend(_proposal_of(request))
         yield
     finally:
         for request, end in zip(requests, ends, strict=True):

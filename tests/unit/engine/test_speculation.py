@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from baton.core import Constraint, FinishReason
 from baton.engine.determinism.shapes import FixedShapes
@@ -74,6 +75,18 @@ class Oracular(NgramProposer):
 
     def begin(self, tokens, row):
         return Foreseen(tokens, self.answers, self.wrong)
+
+
+class Failing(Oracular):
+    """A drafter that fails at its third call."""
+
+    left = 3
+
+    def propose(self, sources, counts):
+        self.left -= 1
+        if not self.left:
+            raise MemoryError("no room for a draft")
+        return super().propose(sources, counts)
 
 
 def speculating(backend, proposer=None, *, rows=16, total_blocks=64, control=None, fixed=False, **options):
@@ -285,6 +298,21 @@ def test_steps_stay_within_the_rows_that_are_exact():
     streams = Streams().drain(engine)
     assert [streams.ids(key_of(number)) for number in range(5)] == [backend.expected(spec) for spec in specs]
     assert Watching.widest == 11
+
+
+@pytest.mark.parametrize("shapes", [None, FixedShapes(rows=4, tokens=8, ragged=True), EXACT])
+@pytest.mark.parametrize("fixed", [True, False])
+def test_a_drafter_that_fails_is_not_asked_again_and_no_request_fails(shapes, fixed):
+    backend = oracle()
+    specs = [spec_of(numbers(random.Random(i), 5), max_tokens=20, deterministic=shapes is not None) for i in range(2)]
+    drafter = Failing([backend.expected(spec) for spec in specs])
+    engine = speculating(backend, drafter, fixed=fixed, shapes=shapes, total_blocks=128)
+    for number, spec in enumerate(specs):
+        engine.submit(key_of(number), spec)
+    with capture_logs() as logged:
+        streams = Streams().drain(engine)
+    assert [streams.ids(key_of(number)) for number in range(2)] == [backend.expected(spec) for spec in specs]
+    assert (drafter.left, [entry["event"] for entry in logged]) == (0, ["drafter_failed"])
 
 
 def test_proposals_as_candidates_make_verify_passes_follow_each_other():
