@@ -38,7 +38,7 @@ from baton.home import baton_home
 from baton.model_hub import model_folder
 from baton.tokenizer import ORACLE_MODEL, load_tokenizer
 from baton.worker.settings import WorkerSettings, located
-from baton.worker.speculation_choice import speculation_of
+from baton.worker.speculation_choice import reserved, speculation_of
 
 if TYPE_CHECKING:
     from baton.engine.models.checkpoint import LoadProgress
@@ -131,11 +131,10 @@ def build_engine(settings: WorkerSettings, loaded: ModelBackend | None = None) -
         key=f"{settings.role.value}.kv_memory",
         sequences=settings.max_running,
     )
-    blocks = sizing.total_blocks
     engine = Engine(
         backend,
         load_tokenizer(settings.model_path),
-        total_blocks=blocks if speculation is None else speculation.proposer.reserve(blocks, backend.layout),
+        total_blocks=reserved(settings, speculation, sizing.total_blocks, backend.layout),
         max_model_len=sizing.max_model_len,
         max_batched_tokens=settings.max_batched_tokens,
         max_running=settings.max_running,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import structlog
 
-from baton.core import Role
+from baton.core import KVLayout, Role
 from baton.engine.determinism.shapes import FixedShapes
 from baton.engine.model_backend import ModelBackend
 from baton.engine.speculation.checks import EqualRows, equal_rows
@@ -50,7 +50,18 @@ def speculation_of(
     _, _, path = wanted.partition(DRAFT)
     drafter = draft_of(settings, path, backend, load) if path else NgramProposer()
     log.info("speculation_on", drafter=drafter.name, rows=found.rows, fixed=found.fixed)
-    return SpeculationOptions(drafter, found.rows, found.fixed, shapes.exact_rows if shapes else 0)
+    exact_rows = shapes.exact_rows if shapes else 0
+    return SpeculationOptions(drafter, found.rows, found.fixed, exact_rows, deterministic=found.deterministic)
+
+
+def reserved(settings: WorkerSettings, speculation: SpeculationOptions | None, blocks: int, layout: KVLayout) -> int:
+    """Return how many of the KV blocks the drafter leaves. Raises ConfigError if `max_model_len` does not fit there."""
+    left = blocks if speculation is None else speculation.proposer.reserve(blocks, layout)
+    wanted, room = settings.max_model_len, left * layout.block_size
+    if left < blocks and isinstance(wanted, int) and room < wanted:
+        text = f"the KV of {settings.speculation} leaves room for {room} tokens, but model.max_model_len is {wanted}"
+        raise ConfigError(f"{KEY}: {text}; set a larger decode.kv_memory or a smaller max_model_len")
+    return left
 
 
 def draft_of(

@@ -223,7 +223,7 @@ LEVEL = {
 _LISTENERS = ("admin", "grpc", "http", "metrics")
 MORE_KEYS: Mapping[str, tuple[str, ...]] = {
     "channel_opened": ("channel", "ms", "transport", "worker"),
-    "fixed_forwards_checked": ("everywhere", "exact_rows", "rows", "tokens"),
+    "fixed_forwards_checked": ("everywhere", "exact_rows", "ragged", "rows", "tokens"),
     "router_started": _LISTENERS,
     "router_told": _LISTENERS,
     "request_finished": ("placement", "tenant", "timings", "trace_id", "usage"),

@@ -91,7 +91,9 @@ def checked_shapes(backend: ModelBackend, shapes: FixedShapes) -> FixedShapes | 
     if found is None:
         log.warning("fixed_forwards_vary", reason=backend.nondeterminism, seconds=seconds)
     else:
-        found = replace(found, ragged=not varies and backend.thinker is None)
+        # On a GPU, a window of one token runs in the kernel of single tokens, which splits long contexts.
+        ragged = not varies and backend.thinker is None and backend.device.type == "cpu"
+        found = replace(found, ragged=ragged)
         sizes = {"rows": found.rows, "tokens": found.tokens, "exact_rows": found.exact_rows}
         kinds = {"everywhere": found.everywhere, "ragged": found.ragged}
         log.info("fixed_forwards_checked", **sizes, **kinds, varies=varies, seconds=seconds)

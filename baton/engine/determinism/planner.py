@@ -180,6 +180,8 @@ def begin(sequences: list[Sequence]) -> list[VerifyWork]:
         fixed = progress_of(sequence)
         if left > 0 and fixed.on_grid:
             chunk = fixed.shapes.chunk(fixed.final)
+            if found and len(chunk) > left:
+                break
             count = min(chunk.stop, fixed.prompt) - chunk.start
             found.append(VerifyWork(sequence, chunk.start, count, len(chunk), on_grid=True))
             left -= len(chunk)

@@ -87,7 +87,7 @@ class FixedInputs:
         arrays["tables"][:rows] = self._spare
         arrays["token_ids"][:n] = 0
         arrays["slots"][:n] = self._spare * self._block_size
-        arrays["positions"][:n] = np.concatenate([np.arange(length) for length in lengths])
+        arrays["positions"][:n] = np.concatenate([np.arange(length) for length in lengths]).clip(max=self._last)
         for row, (window, known) in enumerate(zip(windows, tokens, strict=True)):
             self._write(row, starts[row], window, known)
         arrays["starts"][: rows + 1] = starts
@@ -183,14 +183,17 @@ class FixedForwards:
         """Take proposals as candidates while the pass and the blocks of their sequence have room."""
         left = self._shapes.total - sum(window.size for window in windows)
         for number, (window, request) in enumerate(zip(windows, requests, strict=True)):
-            draft, allocation = request.draft, window.sequence.allocation
+            draft, end = request.draft, window.start + window.count
             assert draft is not None
-            assert allocation is not None
-            end = window.start + window.count
-            room = min(left, len(allocation.blocks) * self._backend.layout.block_size - end)
+            room = min(left, self._room(window, draft))
             if draft.proposals and end == len(draft.tokens) and (more := draft.take_proposals(room)):
                 windows[number] = replace(window, count=window.count + more, size=window.size + more)
                 left -= more
+
+    def _room(self, window: VerifyWork, draft: CandidateTokens) -> int:
+        """Return how many more tokens the blocks of a sequence can hold."""
+        assert window.sequence.allocation is not None
+        return len(window.sequence.allocation.blocks) * self._backend.layout.block_size - len(draft.tokens)
 
     def count(self, windows: Sequence[VerifyWork], result: StepResult, counters: Counters) -> None:
         """Count the cost of a forward, but not its results."""
@@ -253,13 +256,19 @@ class FixedForwards:
         elif choice.finish is not None or not agrees:
             counters.recomputed_tokens += max(0, drawn - final - agrees)
             draft = request.draft = CandidateTokens(choice)
-        if self.propose is not None and choice.finish is None and len(draft.tokens) == len(choice.tokens):
-            draft.proposals = list(self.propose(request, self._shapes.tokens - 1))
+        if tokens and choice.finish is None and len(draft.tokens) == len(choice.tokens):
+            draft.proposals = self._proposed(request, draft)
         fixed.verified, fixed.ended = len(choice.tokens), draft.ended
-        fixed.proposed, fixed.margin = len(draft.proposals), math.inf
+        fixed.proposed, fixed.margin = min(len(draft.proposals), max(self._room(window, draft), 0)), math.inf
         before, fixed.final, fixed.waited = fixed.final, final, 0
         window.sequence.computed, window.sequence.known = final, len(draft.tokens)
         return VerifiedTokens(tokens, before)
+
+    def _proposed(self, request: Request, draft: CandidateTokens) -> list[int]:
+        """Return proposals if passes can take some: they take none behind constraints."""
+        if self.propose is None or not self._shapes.ragged or draft.row.guide is not None:
+            return []
+        return list(self.propose(request, self._shapes.tokens - 1))
 
 
 class VerifySamples:

@@ -18,7 +18,7 @@ from baton.engine.sampling.noise import mix64
 
 MOST_ROWS = 64
 PREFIX, LONG = 64, 1100  # positions before the checked tokens; a long context repeats the blocks of the prefix
-TOKENS = 8  # that are checked
+TOKENS = 16  # that are checked: as many rows as a sequence has in a step
 
 
 class EqualRows(NamedTuple):
@@ -26,6 +26,7 @@ class EqualRows(NamedTuple):
 
     rows: int
     fixed: bool
+    deterministic: bool = True  # fixed forwards are among them
 
 
 @torch.inference_mode()
@@ -35,7 +36,8 @@ def equal_rows(backend: ModelBackend, max_batched_tokens: int) -> EqualRows | No
     if rows < 2 or backend.max_model_len < 4 * TOKENS:
         return None
     check = _RowsCheck(backend, rows)
-    return next((EqualRows(rows, fixed) for fixed in (False, True) if check.equal(fixed=fixed)), None)
+    ordinary, fixed = (check.equal(fixed=each) for each in (False, True))
+    return EqualRows(rows, not ordinary, fixed) if ordinary or fixed else None
 
 
 class _RowsCheck:

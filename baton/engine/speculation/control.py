@@ -19,7 +19,8 @@ KEPT, KEPT_OF_ALL = 0.85, 0.98  # weight of earlier proposals after a step
 RELAX = 0.01  # share of the way back to HOPE in a step whose possible proposals did not pay
 KEPT_S = 0.9  # weight of the mean step after another step
 MOST_INFORMATION = 400.0  # squared rows; more makes the slope slow to change
-OUTLIER = 3.0  # times the mean step
+OUTLIER = 3.0  # times the mean step, or the mean proposal
+EVEN = 0.5  # acceptance that a verify pass needs
 
 
 @dataclass(slots=True)
@@ -46,11 +47,13 @@ class Acceptance:
 class Speculating:
     """Speculation of one request: its source, its acceptance, and the proposal of the step under way."""
 
-    __slots__ = ("acceptance", "proposal", "source")
+    __slots__ = ("acceptance", "base", "candidates", "proposal", "source")
 
     def __init__(self, source: Source) -> None:
         self.source, self.acceptance = source, Acceptance()
         self.proposal: list[int] = []
+        self.candidates: list[int] = []  # proposed to a verify pass, behind `base` tokens
+        self.base = 0
 
 
 @dataclass(slots=True)
@@ -103,19 +106,32 @@ class ProposalControl:
         heap = [(-share, index) for index, share in enumerate(shares) if possible[index]]
         heapify(heap)
         tokens, seconds, cost = float(len(each)), self.steps.of(len(each)), self.steps.row_s + self.proposal_s
-        while heap and rows > 0:
+        pays = True
+        while heap and rows > 0 and pays:
             gain, index = -heap[0][0], heap[0][1]
-            if gain * seconds <= cost * tokens:
-                break
+            if not (pays := gain * seconds > cost * tokens):
+                continue
             found[index] += 1
             rows, tokens, seconds = rows - 1, tokens + gain, seconds + cost
             left = found[index] < possible[index]
             heapreplace(heap, (-gain * shares[index] if left else 0.0, index))
-        for index, count in enumerate(found):
-            if possible[index] and not count:
-                each[index].relax()
-                self.overall.relax()
+        idle = [acceptance for acceptance, most, count in zip(each, possible, found, strict=True) if most and not count]
+        if idle and not pays:  # else there were no rows left for them
+            self.relax(idle)
         return found
+
+    def relax(self, idle: Sequence[Acceptance]) -> None:
+        """Forget a little of what prevents proposals of these sequences."""
+        for acceptance in (*idle, self.overall):
+            acceptance.relax()
+        self.proposal_s *= 1 - RELAX
+
+    def pays(self, acceptance: Acceptance) -> bool:
+        """Return whether proposals of this sequence fill verify passes with more right tokens than wrong ones."""
+        if acceptance.share(self.overall.share(HOPE)) >= EVEN:
+            return True
+        self.relax([acceptance])
+        return False
 
     def note_step(self, rows: int, seconds: float) -> None:
         """Count a step of this many rows. Its seconds include the draws, but not the drafter."""
@@ -123,4 +139,6 @@ class ProposalControl:
 
     def note_drafter(self, proposals: int, seconds: float) -> None:
         if proposals:
-            self.proposal_s += (1 - KEPT_S) * (seconds / proposals - self.proposal_s)
+            each = seconds / proposals
+            each = min(each, OUTLIER * self.proposal_s) if self.proposal_s else each
+            self.proposal_s += (1 - KEPT_S) * (each - self.proposal_s)

@@ -39,7 +39,12 @@ class DraftSource(Source):
         self.proposed: list[int] = []  # behind `base` tokens
 
     def available(self, limit: int) -> int:
-        return max(0, min(limit, self._longest - len(self.tokens)))
+        return max(0, min(limit, self._longest - len(self.tokens))) if self.unread <= SLICE else 0
+
+    @property
+    def unread(self) -> int:
+        """Number of known tokens without KV."""
+        return len(self.tokens) - self.computed
 
     def settle(self) -> None:
         """Forget the positions whose tokens were rejected."""
@@ -48,7 +53,8 @@ class DraftSource(Source):
             if token != known:
                 break
             right += 1
-        self.computed = min(self.computed, self.base + right) if self.proposed else self.computed
+        right = self.base + right if self.proposed else self.computed
+        self.computed = min(self.computed, right, len(self.tokens) - 1)  # the last token is computed for its logits
         self.proposed = []
 
     def drop(self) -> list[int]:
@@ -67,7 +73,7 @@ class DraftSource(Source):
 class DraftModel(Proposer):
     """The small model of one engine. Call `reserve` before the first proposal."""
 
-    name = "draft"
+    name, cheap = "draft", False
 
     def __init__(self, backend: ModelBackend) -> None:
         self.backend = backend
@@ -89,19 +95,33 @@ class DraftModel(Proposer):
 
     @torch.inference_mode()
     def propose(self, sources: Sequence[Source], counts: Sequence[int]) -> list[list[int]]:
-        """Return proposals. A sequence has none while its prompt is read, or if the cache has too few blocks."""
+        """Return proposals. A sequence has none if the cache has too few blocks for it."""
         mine = [source for source in sources if isinstance(source, DraftSource)]
         ready = [(s, count) for s, count in zip(mine, counts, strict=True) if self._has_room(s, count, mine)]
         found: dict[int, list[int]] = {}
+        rounds = 0
         while ready:
             drawn = iter(self._step([source for source, _ in ready], found))
             for source, _ in ready:
                 if source.computed >= len(source.tokens) and (token := next(drawn)) is not None:
                     found.setdefault(id(source), []).append(token)
-            ready = [(s, count) for s, count in ready if 0 < len(found.get(id(s), ())) < count]
+            rounds += 1  # a sequence without a draw, because its logits are not finite, proposes no more
+            ready = [(s, count) for s, count in ready if rounds == len(found.get(id(s), ())) < count]
         for source in mine:
             source.base, source.proposed = len(source.tokens), found.get(id(source), [])
         return [found.get(id(source), []) for source in mine]
+
+    @torch.inference_mode()
+    def read(self, sources: Sequence[Source]) -> None:
+        """Read up to `SLICE` known tokens, of the sequences with the fewest unread ones first."""
+        mine = [source for source in sources if isinstance(source, DraftSource)]
+        left, reading = SLICE, list[DraftSource]()
+        for source in sorted((each for each in mine if each.unread > SLICE), key=lambda each: each.unread):
+            if left > 0 and self._has_room(source, 0, mine):
+                reading.append(source)
+                left -= SLICE
+        if reading:
+            self._step(reading, {})
 
     def _step(self, sources: list[DraftSource], found: dict[int, list[int]]) -> list[int | None]:
         """Compute the next tokens of each sequence. Return draws for those that have no known token left."""

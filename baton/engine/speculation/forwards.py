@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from time import monotonic
 
 import structlog
@@ -47,6 +47,7 @@ MEASURED = 16  # of so many steps without proposals, one is measured
 class SpeculationOptions:
     """Drafter and shapes of an engine's speculative steps. In steps of up to `rows` rows, a row has the same bits as
     alone: in any forward, or in fixed ones if `fixed`. `exact_rows` is that of `FixedShapes`.
+    Deterministic requests take part if `deterministic`: rows of fixed forwards have equal bits, too.
     """
 
     proposer: Proposer
@@ -54,6 +55,7 @@ class SpeculationOptions:
     fixed: bool = False
     exact_rows: int = 0
     control: ProposalControl = field(default_factory=ProposalControl)
+    deterministic: bool = True
 
 
 class Speculation:
@@ -67,7 +69,7 @@ class Speculation:
         options: SpeculationOptions,
         fixed: FixedForwards | None = None,
     ) -> None:
-        if fixed is not None:
+        if fixed is not None and options.proposer.cheap:
             fixed.propose = self.candidates
         self._inputs, self._sampler, self._scheduler = ordinary.inputs, ordinary.sampler, scheduler
         self._backend, self._options = backend, options
@@ -82,6 +84,8 @@ class Speculation:
         if not 0 < len(work) <= self._options.rows or any(item.count > 1 or not item.completes for item in work):
             return False
         found = [requests[item.sequence.key] for item in work]
+        if not self._options.deterministic and any(map(_is_deterministic, found)):
+            return False
         if len(work) > self._options.exact_rows and any(each.progress is not None for each in found):
             return False
         if not all(each.is_final(exact=True) and scores_of(each.sequence) is None for each in found):
@@ -151,9 +155,17 @@ class Speculation:
         return found
 
     def _candidates(self, request: Request, most: int) -> list[int]:
-        source = self._begun(request).source
-        count = source.available(min(most, _limit(request)))
-        return self._options.proposer.propose([source], [count])[0] if count > 0 else []
+        state, control, tokens = self._begun(request), self._options.control, request.choice.tokens
+        if known := tokens[state.base : state.base + len(state.candidates)]:
+            pairs = zip(known, state.candidates, strict=False)
+            right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            state.acceptance.note(len(known), right)
+            control.overall.note(len(known), right)
+        state.base, state.candidates = len(tokens), []
+        count = state.source.available(min(most, _limit(request)))
+        if count > 0 and control.pays(state.acceptance):
+            state.candidates = self._options.proposer.propose([state.source], [count])[0]
+        return state.candidates
 
     def _try(self, propose: Callable[[], None]) -> None:
         """Run the drafter. If it fails, the engine goes on without proposals."""
@@ -176,10 +188,12 @@ class Speculation:
 
     def _propose(self, work: Sequence[ScheduledSequence], requests: Sequence[Request]) -> None:
         """Set the proposals of each request, and the counts of `work` with them."""
-        options, began = self._options, monotonic()
+        options = self._options
         states, spare = [self._begun(request) for request in requests], options.rows - len(work)
+        options.proposer.read([state.source for state in states])
         if not spare:
             return
+        began = monotonic()
         limits = [_limit(request) for request in requests]
         possible = [s.source.available(most) if most > 0 else 0 for s, most in zip(states, limits, strict=True)]
         counts = options.control.counts([state.acceptance for state in states], possible, spare)

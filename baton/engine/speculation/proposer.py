@@ -28,6 +28,7 @@ class Proposer(ABC):
     """A drafter. Its proposals change the speed of a stream, never its tokens."""
 
     name: str
+    cheap = True  # whether it may propose for one sequence at a time
 
     def reserve(self, total_blocks: int, layout: KVLayout) -> int:
         """Take memory out of that of `total_blocks` KV blocks. Return the number of blocks that are left."""
@@ -37,6 +38,10 @@ class Proposer(ABC):
     @abstractmethod
     def begin(self, tokens: Sequence[int], row: Row) -> Source:
         """Return the source of a sequence with these tokens, a list that grows, and with the inputs of its draws."""
+
+    def read(self, sources: Sequence[Source]) -> None:
+        """Read some known tokens of the sequences of a step, if proposals need it."""
+        del sources
 
     @abstractmethod
     def propose(self, sources: Sequence[Source], counts: Sequence[int]) -> list[list[int]]:
