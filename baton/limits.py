@@ -34,6 +34,7 @@ MAX_SCHEMA_BYTES = 65_536
 MAX_REGEX_BYTES = 8_192
 MAX_GRAMMAR_BYTES = 65_536
 MAX_GRAMMAR_OPERATORS = 8
+MAX_GRAMMAR_PARTS = 2000  # bounds a parser state: each may be optional, and the time rises with the square
 MAX_GRAMMAR_RULES = 256  # of GBNF; the time to convert it rises with their square
 MAX_SCHEMA_MULTIPLE = 10_000
 MAX_SCHEMA_PATTERNS = 8

@@ -19,7 +19,13 @@ import numpy as np
 
 from baton.core import Constraint
 from baton.errors import InvalidRequest
-from baton.limits import MAX_GRAMMAR_OPERATORS, MAX_GRAMMAR_RULES, MAX_SCHEMA_MULTIPLE, MAX_SCHEMA_PATTERNS
+from baton.limits import (
+    MAX_GRAMMAR_OPERATORS,
+    MAX_GRAMMAR_PARTS,
+    MAX_GRAMMAR_RULES,
+    MAX_SCHEMA_MULTIPLE,
+    MAX_SCHEMA_PATTERNS,
+)
 from baton.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -31,7 +37,18 @@ COMPILED = 64  # grammars that are kept
 # Between JSON tokens, unless the schema differs (`x-guidance`): confused models would write only whitespace.
 _WHITESPACE = " ?"
 _MAX_REASON_CHARS = 300
-_GRAMMAR_FUEL = 100_000  # a tenth of llguidance's default, because its time to reject a grammar is 8 s
+# Limits of llguidance for grammars of clients. It holds the GIL, also in steps of a worker. The time of a parser state
+# rises with the square of its items if many parts may be empty, and a mask with the states that it visits.
+# Measured on an AMD EPYC on 2026-11-27, with a vocabulary of 32,000 and these limits and MAX_GRAMMAR_PARTS: the worst
+# grammars took 20 to 60 ms of CPU for a mask or a token. One of 290 different repetitions {n} took 130 ms.
+_GRAMMAR_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 100_000,  # a tenth of the default, with which a rejection takes 8 s
+    "max_grammar_size": 5_100,  # symbols
+    "max_items_in_row": 6_000,  # of a state. The default, 2,000, breaks 5,000 alternatives after their first token
+    "step_max_items": 10_000,  # of the states of one mask; a fifth of the default
+}
+# A text, a comment, or another part of a grammar in Lark's syntax.
+_PARTS = re.compile(r'"(?:\\.|[^"\\\n])*"|(?://|#)[^\n]*|(/(?:\\.|[^/\\])+/|[\w-]+|[?*+~(\[{])')
 _MAX_PLACES = 20
 # Keywords without schemas that apply.
 _NO_SCHEMAS = frozenset({"$defs", "definitions", "const", "enum", "default", "examples"})
@@ -99,10 +116,8 @@ class Grammars:
     def _compile(self, constraint: Constraint) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
-        fuel = _GRAMMAR_FUEL if constraint.kind == "grammar" else None
-        limits = LLParserLimits(
-            verbose_errors=False, initial_lexer_fuel=fuel
-        )  # errors are logged; requested text never is
+        given = _GRAMMAR_LIMITS if constraint.kind == "grammar" else {}
+        limits = LLParserLimits(verbose_errors=False, **given)  # errors are logged; requested text never is
         grammar = _grammar(constraint)
         if constraint.after:
             marks = {mark: self._source.token_id(mark) for mark in constraint.after}
@@ -183,11 +198,15 @@ def _lark(constraint: Constraint) -> str:
     if (rules := text.count("::=")) > MAX_GRAMMAR_RULES:
         raise constraint.refused(f"at most {MAX_GRAMMAR_RULES} rules, got {rules}")
     try:
-        return any_to_lark(text)
+        lark = any_to_lark(text)
     except RecursionError:
         raise constraint.refused("its nesting is too deep") from None
     except Exception as error:  # noqa: BLE001  (the converter raises plain ones for a wrong grammar)
         raise constraint.refused(_reason(str(error))) from None
+    if (parts := sum(bool(part) for part in _PARTS.findall(lark))) > MAX_GRAMMAR_PARTS:
+        text = f"at most {MAX_GRAMMAR_PARTS} names, expressions, numbers and operators, got {parts}"
+        raise constraint.refused(text)
+    return lark
 
 
 def _after_free_text(constraint: Constraint, marks: Mapping[str, int | None]) -> str:

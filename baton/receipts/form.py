@@ -16,6 +16,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from hashlib import sha256
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
@@ -64,15 +65,13 @@ class OpenedChoice(_Part):
     @property
     def bits(self) -> list[int]:
         """The bits of each token's log-probability as float32."""
-        return [int(self.logprobs[at : at + 8], 16) for at in range(0, len(self.logprobs), 8)]
+        return list(struct.unpack(f">{len(self.logprobs) // 8}I", bytes.fromhex(self.logprobs)))
 
     def sha256(self) -> str:
         """Return the digest of these values. Raises ValueError if a token lacks its log-probability."""
-        digest = sha256(_MAGIC)
-        for token_id, bits in zip(self.ids, self.bits, strict=True):
-            digest.update(struct.pack("<II", token_id, bits))
-        digest.update(struct.pack("<I", int(self.end, 16)) if self.end else b"")
-        return digest.hexdigest()
+        scored = list(chain.from_iterable(zip(self.ids, self.bits, strict=True)))
+        end = struct.pack("<I", int(self.end, 16)) if self.end else b""
+        return sha256(_MAGIC + struct.pack(f"<{len(scored)}I", *scored) + end).hexdigest()
 
 
 class Opening(_Part):
@@ -175,8 +174,7 @@ def with_prompt(text: str, ids: Sequence[int]) -> str:
 
 def opened(ids: Sequence[int], logprobs: Sequence[float], end: float | None = None) -> OpenedChoice:
     """Return a choice with the bits of its log-probabilities; `end` is that of the token that ended it."""
-    values = "".join(map(_hex, logprobs))
-    return OpenedChoice(ids=list(ids), logprobs=values, end="" if end is None else _hex(end))
+    return OpenedChoice(ids=list(ids), logprobs=_hex(*logprobs), end="" if end is None else _hex(end))
 
 
 def logprob_of(bits: int) -> float:
@@ -184,8 +182,8 @@ def logprob_of(bits: int) -> float:
     return float(struct.unpack("<f", struct.pack("<I", bits))[0])
 
 
-def _hex(value: float) -> str:
-    return f"{struct.unpack('<I', struct.pack('<f', value))[0]:08x}"
+def _hex(*values: float) -> str:
+    return struct.pack(f">{len(values)}f", *values).hex()
 
 
 def constraint_part(constraint: Constraint | None) -> ConstraintPart | None:
@@ -212,16 +210,20 @@ def sampling_from_json(found: dict[str, JsonValue]) -> dict[str, Any]:
         wrong = sorted(names ^ set(found))[0]
         text = "is missing" if wrong in names else "is not a parameter of this version"
         raise InvalidRequest.of(f"receipt.sampling.{wrong[:64]}", text)
-    try:
-        given: dict[str, Any] = {field.name: _read(field.default, found[field.name]) for field in _PARAMETERS}
-        given["seed"] = int(str(found["seed"]))
-        given["logit_bias"] = {int(token_id): float(bias) for token_id, bias in given["logit_bias"]}
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest.of("receipt.sampling", f"has a value of a wrong kind ({error})") from None
+    given = {}
+    for field in _PARAMETERS:
+        try:
+            given[field.name] = _read(field.name, field.default, found[field.name])
+        except (OverflowError, TypeError, ValueError):
+            raise InvalidRequest.of(f"receipt.sampling.{field.name}", "has a value of a wrong kind") from None
     return given
 
 
-def _read(default: object, value: Any) -> Any:
+def _read(name: str, default: object, value: Any) -> Any:
+    if name == "seed":
+        return int(str(value))
+    if name == "logit_bias":
+        return {int(token_id): float(bias) for token_id, bias in value}
     if isinstance(default, float):
         if not isinstance(value, str):
             raise TypeError("a float must be a decimal text")

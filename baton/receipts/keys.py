@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import re
 from hashlib import sha256
 from pathlib import Path
@@ -96,7 +95,7 @@ class PublicKeys:
             raise InvalidRequest.of("receipt.key", f"{receipt.key[:_SHOWN]!r} is not a given public key ({known})")
         try:
             key.verify(base64.b64decode(receipt.signature, validate=True), receipt.signed_bytes())
-        except (InvalidSignature, binascii.Error):
+        except (InvalidSignature, ValueError):  # ValueError: it is not base64, or not ASCII
             text = f"is not that of {receipt.key} for this receipt: a member was changed, or another key signed it"
             raise InvalidRequest.of("receipt.signature", text) from None
 

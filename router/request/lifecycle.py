@@ -62,7 +62,7 @@ async def serve_request(dispatch: Dispatch, request: ClientRequest, client: Even
     finally:
         for run in runs:
             run.release_held()
-    prove(completed, request, [(run.delivery, run.observer) for run in runs])
+    await prove(completed, request, [(run.delivery, run.observer) for run in runs])
     completed.trace_id = call.observer.trace.context.trace_id
     if request.parsed.wants_spans:
         await call.observer.trace.settled(call.deadline - dispatch.clock.monotonic())

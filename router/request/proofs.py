@@ -7,6 +7,7 @@ The result has the same bits, because the request is deterministic.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Sequence
 
 from baton.core import SequenceSpec, Token
@@ -19,10 +20,13 @@ from router.request.client_request import ClientRequest
 from router.request.delivery import Delivery
 from router.request.observer import ChoiceObserver
 
+_THREAD_TOKENS = 4096  # more are proved in a thread, to keep the event loop free
+
 
 class RepeatedDelivery(Delivery):
     """The delivery of a choice that is computed from its first token on, although its client has `received` tokens.
-    These are compared and not sent again.
+    These are compared and not sent again. A difference is an EngineFault, because a fault of a worker can cause it as
+    well as a wrong claim. The error has no token ids, because logs have its text.
     """
 
     def __init__(self, received: Sequence[int]) -> None:
@@ -34,8 +38,8 @@ class RepeatedDelivery(Delivery):
         fresh = super().merge(tokens)
         for token in fresh:
             if token.index < len(self._received) and self._received[token.index] != token.token_id:
-                found = f"{token.token_id}, but the client has {self._received[token.index]}"
-                raise EngineFault(f"token {token.index} of the answer, computed again, is {found}")
+                text = "differs from the one in received; either a worker or received is wrong"
+                raise EngineFault(f"token {token.index} of the answer, computed again, {text}")
         return [token for token in fresh if token.index >= len(self._received)]
 
     def complete(self) -> None:
@@ -54,11 +58,20 @@ def delivery_of(parsed: ParsedRequest, choice: int) -> Delivery:
     return Delivery(received, keeps_logprobs=parsed.spec.deterministic)
 
 
-def prove(completed: pb.Completed, request: ClientRequest, choices: Sequence[tuple[Delivery, ChoiceObserver]]) -> None:
+async def prove(
+    completed: pb.Completed, request: ClientRequest, choices: Sequence[tuple[Delivery, ChoiceObserver]]
+) -> None:
     """Add the proofs of all choices to `completed`. Raises EngineFault if a receipt lacks a part."""
-    spec, issuer = request.parsed.spec, request.parsed.issuer
-    if not spec.deterministic:
+    if not request.parsed.spec.deterministic:
         return
+    if sum(len(delivery.ids) for delivery, _ in choices) <= _THREAD_TOKENS:
+        _prove(completed, request, choices)
+    else:
+        await asyncio.to_thread(_prove, completed, request, choices)
+
+
+def _prove(completed: pb.Completed, request: ClientRequest, choices: Sequence[tuple[Delivery, ChoiceObserver]]) -> None:
+    spec, issuer = request.parsed.spec, request.parsed.issuer
     completed.usage.audit_digest = _audit(spec, [delivery for delivery, _ in choices])
     if issuer is not None:
         computed = [ComputedChoice(one.ids, one.logprobs or (), observer.finish) for one, observer in choices]

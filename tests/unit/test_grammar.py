@@ -194,6 +194,10 @@ WRONG = [
     (grammar("start: A\nA: " + "|".join(f"~/.*w{i}.*/" for i in range(9))), "& and ~: at most 8 together, got 9"),
     (grammar("\n".join(f'r{i} ::= "a"' for i in range(257))), "at most 256 rules, got 257"),
     (grammar("start: start"), "no text can match it"),
+    (grammar("start: " + '"a"? ' * 2000), "at most 2000 names, expressions, numbers and operators, got 2001"),
+    (grammar("start: " + '"//" a ' * 2000 + '\na: "a"?'), "at most 2000 names, expressions"),  # no comment
+    (grammar("start: " + '/"/ a "/" ' * 1000 + '\na: "a"?'), "at most 2000 names, expressions"),
+    (grammar("start: " + '"a" ' * 5100), "grammar size (number of symbols) too big"),
     (regex("a("), "unclosed group"),
     (regex("(?=a)b"), "look-around"),
     (regex(r"(a)\1"), "backreferences are not supported"),
@@ -235,7 +239,8 @@ def test_sizes_are_bounded(kind, texts, words):
 def test_the_largest_that_may_be_asked_for_are_compiled(oracle):
     oracle.check(choices(*(f"{i:03}" + "x" * (MAX_CHOICE_CHARS - 3) for i in range(MAX_CHOICE_TEXTS))))
     oracle.check(regex("(ab|[^c]x?)" * (MAX_REGEX_BYTES // 11)))
-    oracle.check(grammar("root ::= " + " | ".join(f'"{i:05}"' for i in range(5000))))
+    many = grammar("root ::= " + " | ".join(f'"{i:05}"' for i in range(5000)))
+    assert after(oracle, many, "04999").complete
     oracle.check(grammar("start: A\nA: " + "&".join(f"/.*w{i}.*/" for i in range(9))))
     names = {f"n{i}": {"type": "string", "pattern": f"^[a-z]{{{i},9999}}$"} for i in range(1000)}
     oracle.check(schema({"type": "object", "properties": names}))

@@ -75,6 +75,12 @@ CAPS: tuple[Cap, ...] = (
     Cap("`constraint.regex`", limits.MAX_REGEX_BYTES, "bytes", _REFUSED),
     Cap("`constraint.grammar`", limits.MAX_GRAMMAR_BYTES, "bytes", _REFUSED),
     Cap("`constraint.grammar`, characters `&` and `~`", limits.MAX_GRAMMAR_OPERATORS, "", _REFUSED),
+    Cap(
+        "`constraint.grammar`, without texts: names, expressions, numbers and operators",
+        limits.MAX_GRAMMAR_PARTS,
+        "",
+        _REFUSED,
+    ),
     Cap("`constraint.grammar` in GBNF", limits.MAX_GRAMMAR_RULES, "rules", _REFUSED),
     Cap("`constraint.choices`", limits.MAX_CHOICE_TEXTS, "texts", _REFUSED),
     Cap("each text in `constraint.choices`", limits.MAX_CHOICE_CHARS, "characters", _REFUSED),

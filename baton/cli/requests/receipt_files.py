@@ -27,11 +27,19 @@ def read_sources(path: Path) -> Iterator[Source]:
     """Yield the receipts of a file, or of all .json and .jsonl files of a folder. Raises ConfigError for an unreadable
     path, or one without receipts.
     """
-    files = sorted(each for each in path.iterdir() if each.suffix in _ENDINGS) if path.is_dir() else [path]
+    try:
+        files = sorted(each for each in path.iterdir() if each.suffix in _ENDINGS) if path.is_dir() else [path]
+    except OSError as error:
+        raise ConfigError(f"RECEIPT: {path}: cannot be read: {error.strerror}") from None
     if not files:
         raise ConfigError(f"RECEIPT: {path}: has no file that ends with {' or '.join(_ENDINGS)}")
+    empty = True
     for file in files:
-        yield from _of_file(file)
+        for source in _of_file(file):
+            empty = False
+            yield source
+    if empty:
+        raise ConfigError(f"RECEIPT: {path}: has no receipt")
 
 
 def _of_file(file: Path) -> Iterator[Source]:
@@ -39,11 +47,12 @@ def _of_file(file: Path) -> Iterator[Source]:
     try:
         values = [(str(file), json.loads(text))]
     except (ValueError, RecursionError):
-        lines = [line for line in text.splitlines() if line.strip()]
+        # Not `splitlines`: U+2028, U+2029 and U+0085 may stand in a text of JSON.
+        lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
         if len(lines) < 2:
             yield Source(str(file), InvalidRequest.of("receipt", "is not JSON; the file may be truncated"))
             return
-        values = [(f"{file}:{number}", _parsed(line)) for number, line in enumerate(lines, 1)]
+        values = [(f"{file}:{number}", _parsed(line)) for number, line in lines]
     for place, value in values:
         for each in _receipts(value):
             yield Source(place, _checked(each))
@@ -89,9 +98,11 @@ class PromptFile:
         text = _text(path, "--prompt")
         value = _parsed(text)
         value = value.get("tokens") if isinstance(value, dict) else value
-        if isinstance(value, list) and all(isinstance(each, int) for each in value):
-            return cls(value)
-        return cls(None, text)
+        if not isinstance(value, list) or not all(type(each) is int for each in value):
+            return cls(None, text)
+        if wrong := [each for each in value if not 0 <= each < 2**32]:
+            raise ConfigError(f"--prompt: {path}: token ids must be 0 to {2**32 - 1}, got {wrong[0]}")
+        return cls(value)
 
 
 def _text(path: Path, option: str) -> str:

@@ -18,6 +18,7 @@ import typer
 
 from baton.cli import options
 from baton.errors import BatonError, ConfigError, EngineFault, InvalidRequest, NoWorker
+from baton.limits import MAX_PRIORITY
 
 if TYPE_CHECKING:
     from baton.cli.requests.receipt_files import PromptFile, Source
@@ -70,7 +71,7 @@ class Replay:
             if self.keys is not None:
                 self.keys.check(receipt)
             difference = await self._difference(receipt)
-        except BatonError as error:
+        except Exception as error:  # noqa: BLE001  (one bad receipt must not lose the outcomes of the others)
             return Outcome(source.place, receipt.request_id, "error", error=f"{type(error).__name__}: {error}")
         if self.client is None:
             return Outcome(source.place, receipt.request_id, "verified")
@@ -116,7 +117,8 @@ async def answered_again(client: AsyncClient, receipt: Receipt, ids: Sequence[in
     if (constraint := receipt.constraint) is not None:
         texts: Any = constraint.texts
         asked[constraint.kind] = texts if constraint.kind == "choices" else texts[0]
-    given = cast("Options", asked | {"cache_scope": f"replay {token_hex(16)}"})  # no cached block has this scope
+    # No cached block has this scope. The priority changes no bit, and lets other requests go first.
+    given = cast("Options", asked | {"cache_scope": f"replay {token_hex(16)}", "priority": -MAX_PRIORITY})
     try:
         async with client.stream(ids, system_fingerprint=receipt.system_fingerprint, **given) as stream:
             answer = await stream.collect()
@@ -183,7 +185,7 @@ def replay(  # noqa: PLR0913, PLR0917 (each is an option of the command)
 
     try:
         outcomes = asyncio.run(run())
-    except BatonError as error:  # 1 is the code of a difference
+    except Exception as error:  # noqa: BLE001  (1 is the code of a difference)
         typer.echo(f"baton: {type(error).__name__}: {error}", err=True)
         raise typer.Exit(2) from None
     _report(outcomes, as_json=as_json)

@@ -1,6 +1,8 @@
 """`baton replay`: files, prompts, exit codes and texts, without a cluster."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -10,9 +12,11 @@ from baton.cli.requests import replay as command
 from baton.cli.requests.receipt_files import PromptFile, read_sources
 from baton.errors import ConfigError, NoWorker
 from baton.receipts import form
-from tests.unit.receipts.test_receipts import ENDED, FIRST, KEY, PROMPT, again, issued
+from tests.unit.receipts.test_receipts import ENDED, FIRST, KEY, PROMPT, SPEC, again, issued
 
 TEXT = form.with_prompt(json.dumps(issued()), PROMPT)
+STOP = replace(SPEC, sampling=replace(SPEC.sampling, stop=("a\u2028b\u2029c\x85d",)))
+SEPARATORS = json.dumps(issued(spec=STOP), ensure_ascii=False)
 
 
 @pytest.fixture
@@ -43,6 +47,10 @@ def verify(files, name, *options):
         (TEXT[:300], 2, "error: receipt: is not JSON; the file may be truncated"),
         (TEXT.replace('"demo"', '"other"'), 2, "receipt.signature: is not that of ed25519:"),
         ("7", 2, "is not a JSON object"),
+        ("[]", 2, "r.json: has no receipt"),
+        ('{"receipt": []}', 2, "r.json: has no receipt"),
+        (f"\n{SEPARATORS}\n{SEPARATORS}\n", 0, "2 receipts: 2 verified"),
+        (f"\n{TEXT}\n\n{TEXT[:40]}", 2, "r.json:4: error"),
     ],
 )
 def test_a_file_is_verified_without_a_cluster(files, text, code, words):
@@ -73,9 +81,24 @@ def test_a_prompt_is_compared_with_its_digest(files):
     (files / "wrong.json").write_text("[5, 6, 7]")
     code, output = verify(files, "a.json", "--prompt", files / "wrong.json")
     assert (code, "--prompt: has another digest than receipt.prompt: 3 tokens, and 2 there" in output) == (2, True)
+    for wrong in (-1, 2**32):
+        (files / "wrong.json").write_text(f"[5, {wrong}]")
+        assert verify(files, "a.json", "--prompt", files / "wrong.json") == (
+            2,
+            f"baton: ConfigError: --prompt: {files / 'wrong.json'}: token ids must be 0 to 4294967295, got {wrong}\n",
+        )
     (files / "text.txt").write_text("a text")
     assert PromptFile.read(files / "text.txt").text == "a text"
     assert "must have token ids with --verify-only" in verify(files, "a.json", "--prompt", files / "text.txt")[1]
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(files, monkeypatch):
+    def forbidden(_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", forbidden)
+    code, output = verify(files, "")
+    assert (code, f"RECEIPT: {files}: cannot be read: Permission denied" in output) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +111,7 @@ def test_a_prompt_is_compared_with_its_digest(files):
             "differs: choice 0, position 2: no token then; no token now",
         ),
         (NoWorker("away"), 2, "error: NoWorker: away"),
+        (OverflowError("too large"), 2, "error: OverflowError: too large"),
     ],
 )
 def test_the_exit_code_is_that_of_the_result(files, monkeypatch, computed, code, words):

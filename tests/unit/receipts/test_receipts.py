@@ -136,6 +136,10 @@ def test_nothing_is_signed_without_all_parts(lacking):
         ({"choices": []}, "receipt.choices"),
         ({"issued_at": 1.5}, "receipt.issued_at"),
         ({"sampling": {"max_tokens": 1}}, "receipt.sampling.bad_words: is missing"),
+        (
+            {"sampling": issued()["sampling"] | {"seed": "secret"}},
+            r"receipt\.sampling\.seed: has a value of a wrong kind$",
+        ),
     ],
 )
 def test_what_is_no_receipt_is_rejected_by_name(change, words):
@@ -175,8 +179,9 @@ def test_a_key_and_its_public_part_are_read_and_another_key_is_rejected(file):
     PublicKeys.read(file(b"".join(blocks))).check(signed)
     with pytest.raises(InvalidRequest, match=r"receipt.key: 'ed25519:[0-9a-f]{16}' is not a given public key"):
         PublicKeys.read(file(blocks[0])).check(signed)
-    with pytest.raises(InvalidRequest, match=r"receipt\.signature"):
-        read.public().check(signed.model_copy(update={"signature": "????"}))
+    for signature in ("????", "é"):
+        with pytest.raises(InvalidRequest, match=r"receipt\.signature"):
+            read.public().check(signed.model_copy(update={"signature": signature}))
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,15 @@
 """The delivery of a choice that is computed again for its receipt."""
 
+import threading
+from types import SimpleNamespace
+
 import pytest
 
-from baton.core import Token
+from baton.core import Sampling, SequenceSpec, Token
 from baton.errors import EngineFault
-from router.request.proofs import RepeatedDelivery
+from baton.rpc.v1 import inference_pb2 as pb
+from router.request import proofs
+from router.request.proofs import RepeatedDelivery, prove
 
 
 def tokens(*ids):
@@ -21,9 +26,19 @@ def test_only_the_rest_is_due_and_all_tokens_are_kept():
 
 
 def test_other_or_fewer_tokens_than_the_client_has_are_a_fault():
-    with pytest.raises(EngineFault, match="token 1 of the answer, computed again, is 9, but the client has 8"):
+    with pytest.raises(EngineFault, match=r"^token 1 of the answer, computed again, differs from the one in received;"):
         RepeatedDelivery((7, 8)).merge(tokens(7, 9))
     delivery = RepeatedDelivery((7, 8))
     delivery.merge(tokens(7))
     with pytest.raises(EngineFault, match="computed again, has 1 tokens, but the client has 2"):
         delivery.complete()
+
+
+@pytest.mark.parametrize(("count", "in_thread"), [(4096, False), (4097, True)])
+async def test_long_answers_are_proved_outside_the_event_loop(monkeypatch, count, in_thread):
+    monkeypatch.setattr(proofs, "audit_digest", lambda *_: threading.current_thread().name)
+    parsed = SimpleNamespace(spec=SequenceSpec((1,), Sampling(), deterministic=True), issuer=None)
+    delivery = RepeatedDelivery(())
+    delivery.merge(tokens(*range(count)))
+    await prove(completed := pb.Completed(), SimpleNamespace(parsed=parsed), [(delivery, SimpleNamespace())])  # type: ignore[list-item,arg-type]
+    assert (completed.usage.audit_digest != threading.current_thread().name) is in_thread
