@@ -62,7 +62,7 @@ class Inference(InferenceServicer):
         await self._serve(request, context, resumes=True)
 
     async def _serve(self, message: pb.ResumeRequest, context: Context, *, resumes: bool = False) -> None:
-        request = with_implied(message.request)
+        request = with_implied(message.request) if message.request.receipt else message.request
         left_s = cast("float | None", context.time_remaining())  # None: no deadline; the stubs lack it
         most_s = self._settings.max_request_s
         task = cast("asyncio.Task[None]", asyncio.current_task())

@@ -131,7 +131,7 @@ class RequestParser:
             exact=message.exact,
             in_reasoning=in_reasoning,
             scored=message.prompt_logprobs_received,
-            issuer=issuer_for(request, spec, self._issuer),
+            issuer=issuer_for(spec, self._issuer) if request.receipt else None,
             promise=promise_of(request),
         )
 
@@ -142,7 +142,8 @@ class RequestParser:
         comes with whether the prompt ends inside reasoning.
         """
         self.check_model(message.model)
-        violations = [*_violations(message), *receipt_violations(message, self._issuer)]
+        violations = list(_violations(message))
+        violations += receipt_violations(message, self._issuer) if message.receipt else ()
         logprobs = message.logprobs if message.HasField("logprobs") else None
         whole = common_pb2.Sampling()
         whole.CopyFrom(self.defaults)

@@ -15,17 +15,14 @@ _REASONING = "cannot be combined with receipt if the prompt ends inside reasonin
 
 
 def with_implied(request: pb.GenerateRequest) -> pb.GenerateRequest:
-    """Set `deterministic` and `logprobs: 0` in a request with a receipt, unless it sets them, and return it."""
-    if request.receipt:
-        request.deterministic = request.deterministic or not request.HasField("deterministic")
-        request.logprobs = request.logprobs  # 0 unless set
+    """Set `deterministic` and `logprobs: 0` in a request for a receipt, unless it sets them, and return it."""
+    request.deterministic = request.deterministic or not request.HasField("deterministic")
+    request.logprobs = request.logprobs  # 0 unless set
     return request
 
 
 def receipt_violations(request: pb.GenerateRequest, issuer: Issuer | None) -> Iterator[Violation]:
-    """Yield the fields that exclude a receipt, after `with_implied`."""
-    if not request.receipt:
-        return
+    """Yield the fields of a request for a receipt that exclude it, after `with_implied`."""
     if issuer is None:
         yield Violation("receipt", _NO_KEY)
     if not request.deterministic:
@@ -34,10 +31,8 @@ def receipt_violations(request: pb.GenerateRequest, issuer: Issuer | None) -> It
         yield Violation("prompt_logprobs", _PROMPT)
 
 
-def issuer_for(request: pb.GenerateRequest, spec: SequenceSpec, issuer: Issuer | None) -> Issuer | None:
-    """Return the issuer if the request asks for a receipt. Raises InvalidRequest if its prompt excludes one."""
-    if not request.receipt:
-        return None
+def issuer_for(spec: SequenceSpec, issuer: Issuer | None) -> Issuer | None:
+    """Return the issuer of a request for a receipt. Raises InvalidRequest if its prompt excludes one."""
     if spec.constraint is not None and spec.constraint.after:
         raise InvalidRequest.of("constraint", _REASONING)
     return issuer
