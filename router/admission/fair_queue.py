@@ -11,7 +11,7 @@ that was served before and is back (`returning`) has paid, so its tenant precede
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -208,6 +208,15 @@ class FairQueue(Generic[Waiter]):
         """Return the tenant's share of the queue if one more tenant of weight 1 joined."""
         weight = self._weight(tenant)
         return weight / (self._active + 1.0 + (0.0 if tenant in self._tenants else weight))
+
+    @property
+    def tenants(self) -> Collection[str]:
+        """The tenants with waiting requests."""
+        return self._tenants.keys()
+
+    def share_among(self, tenant: str, others: Iterable[str]) -> float:
+        """Return the tenant's share by weight among it and `others`."""
+        return self._weight(tenant) / sum(map(self._weight, {tenant, *others}))
 
     def _weight(self, tenant: str) -> float:
         return self._weights.get(tenant, 1.0)

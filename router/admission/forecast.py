@@ -34,6 +34,11 @@ class Margins:
         """Outcomes by latency and tenth of the forecast."""
         return {"ttft": self.ttft.bins, "itl": self.itl.bins}
 
+    def relax(self, now: float) -> None:
+        """Have old outliers count less. `now` is on the router's clock."""
+        self.ttft.relax(now)
+        self.itl.relax(now)
+
     def ttft_s(self, forecast_s: float) -> float:
         return forecast_s * self.ttft.factor(length_class(forecast_s))
 
@@ -60,6 +65,10 @@ def work_of(flight: Flight, cached: float) -> tuple[float, float]:
     return new, new * (cached + (new + 1.0) * 0.5)
 
 
+def _work_on(seat: Seat, flight: Flight) -> tuple[float, float]:
+    return work_of(flight, flight.cached.get(seat.ref, 0.0))
+
+
 class PrefillQueue:
     """The prompts that this router sent to one prefill worker. `chunk` is the most tokens of a step."""
 
@@ -68,6 +77,9 @@ class PrefillQueue:
         self._running: dict[Flight, None] = {}
         self._waiting: dict[Flight, None] = {}
         self._began = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self._running or self._waiting)
 
     @property
     def tokens(self) -> float:
@@ -255,7 +267,7 @@ Placed = Callable[[WorkerRef], Iterable[Flight]]
 
 class Plan:
     """Places requests on copies of the workers' queues. `prefills` and `decodes` are the seats of the newest request;
-    the cached tokens of earlier ones are those of `work`, if it is set.
+    the cached tokens of each request are its own, `Flight.cached`.
     """
 
     def __init__(
@@ -283,6 +295,7 @@ class Plan:
         if first == math.inf:
             return Forecast(start, first, math.inf)
         seat = self._prefills[place]
+        flight.work = _work_on(seat, flight)  # the last offer has set another one
         if start > self._now or self._free.get(seat.ref, 0.0) > self._now:
             self._free[seat.ref] = first
         else:
@@ -291,7 +304,7 @@ class Plan:
 
     def _first(self, seat: Seat, flight: Flight, start: float, reserved: float) -> float:
         """Return when a prefill worker would compute the first token of `flight`, or inf if that broke a promise."""
-        flight.work = work_of(flight, seat.cached)
+        flight.work = _work_on(seat, flight)
         queue, sent = self._queues(seat.ref), self._sent[seat.ref]
         if start <= self._now and seat.ref not in self._free:
             found = queue.finishes(seat.facts, self._now, [*sent, flight])

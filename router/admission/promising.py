@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,6 +29,8 @@ _LEAST_RETRY_S = 0.05
 _ANY_S = 1e9  # a TTFT that every worker reaches
 _HOLD = 0.5  # share of the longest wait: while a request without a promise has waited this long, none is given
 _NEVER_S = 60.0  # retry delay if idle workers cannot keep the promise either
+_PLANNED = 16  # plans have this many workers of each role and group, those with the most room
+_FEW = 4  # decode workers are tried for a request that must not delay the lane, and requests of the lane per turn
 
 Outlook = Callable[[int, Any], tuple[Sequence[Seat], Sequence[Seat]]]
 PlaceOn = Callable[[int, Any, frozenset[WorkerRef], float], Placement | None]
@@ -57,8 +59,8 @@ class Promises:
         self.lane: list[_Waiting] = []  # by deadline
         self._outlook, self._place, self._seats_of = outlook, place, seats_of
         self._clock, self._chunk = clock, chunk
-        self._queues: dict[WorkerRef, PrefillQueue] = {}
-        self._placed: dict[WorkerRef, dict[Flight, None]] = {}
+        self._queues: defaultdict[WorkerRef, PrefillQueue] = defaultdict(partial(PrefillQueue, chunk))
+        self._placed: defaultdict[WorkerRef, dict[Flight, None]] = defaultdict(dict)  # both without empty ones
         self._in_force: dict[Flight, None] = {}  # placed or in the lane
 
     @property
@@ -81,9 +83,12 @@ class Promises:
     def consider(self, flight: Flight, tokens: int, requirements: Any) -> None:
         """Accept the promise of a new request, so that it is in force from now on. Raises PromiseRefused."""
         now = self._clock.monotonic()
+        self.margins.relax(now)
         prefills, decodes = self._outlook(tokens, requirements)
         refusal = self._unable(prefills, decodes)
         if refusal is None:
+            _note_cached(flight, prefills)
+            prefills, decodes = _roomiest(prefills, decodes)
             found = self._planned(prefills, decodes, flight, now)
             refusal = self._refusal(prefills, decodes, flight, found, now)
         if refusal is not None:
@@ -105,6 +110,11 @@ class Promises:
         """Return the forecasts of all waiting promises, and of `flight` among them, by deadline."""
         waiting = [one.flight for one in self.lane]
         waiting += [flight] if flight is not None else []
+        return self._plan(prefills, decodes, waiting, now)
+
+    def _plan(
+        self, prefills: Sequence[Seat], decodes: Sequence[Seat], waiting: Iterable[Flight], now: float
+    ) -> dict[Flight, Forecast]:
         plan = Plan(prefills, decodes, self._queue, self._on, self.margins, now)
         return {one: plan.put(one) for one in sorted(waiting, key=lambda one: one.deadline)}
 
@@ -125,7 +135,7 @@ class Promises:
     def _offer(self, prefills: Sequence[Seat], decodes: Sequence[Seat], flight: Flight, now: float) -> PromiseRefused:
         """Return the refusal: the least TTFT behind all promises, or with them the least mean gap."""
         asked = flight.promise
-        last = Flight(flight.prompt, flight.answer, now, Promise(_ANY_S, asked.itl_s))
+        last = Flight(flight.prompt, flight.answer, now, Promise(_ANY_S, asked.itl_s), cached=flight.cached)
         first = self._planned(prefills, decodes, last, now)[last].first
         if first == math.inf:
             return self._offer_gap(decodes, last, now)
@@ -153,6 +163,7 @@ class Promises:
         if flight is None:
             return self._place(tokens, requirements, frozenset(), math.inf)
         now = self._clock.monotonic()
+        self.margins.relax(now)
         avoid: frozenset[WorkerRef] | None = frozenset()
         if self._in_force:
             avoid = self._avoided(flight, *self._outlook(tokens, requirements), now)
@@ -166,37 +177,85 @@ class Promises:
     def _avoided(
         self, flight: Flight, prefills: Sequence[Seat], decodes: Sequence[Seat], now: float
     ) -> frozenset[WorkerRef] | None:
-        """Return the workers on which `flight` would break a promise, or None if those are all decode workers."""
-        avoid = {seat.ref for seat in decodes if not self._keeps_all(seat, flight, prefills, decodes, now)}
-        if len(avoid) == len(decodes):
+        """Return the workers on which `flight` would break a promise, or None if no pair keeps all."""
+        free = flight.overdue or flight.attempts > 0 or now > flight.deadline  # its own limits no longer count
+        _note_cached(flight, prefills)
+        good = [seat for seat in decodes if self._keeps_gaps(seat, flight, now, own=not free)]
+        sources = self._keep_prompts(flight, prefills, now, own=not free)
+        if not good or (prefills and not sources):
             return None
+        ahead = [one.flight for one in self.lane]
+        if flight in ahead:  # only promises with an earlier deadline are more urgent
+            ahead = ahead[: ahead.index(flight)]
+        if ahead:
+            sources, good = self._keep_lane(flight, ahead, sources, good, (prefills, decodes), now)
+            if not good:
+                return None
+        kept = {seat.ref for seat in (*sources, *good)}
+        return frozenset(seat.ref for seat in (*prefills, *decodes) if seat.ref not in kept)
+
+    def _keeps_gaps(self, seat: Seat, flight: Flight, now: float, *, own: bool) -> bool:
+        """Return whether all promised gaps are kept with `flight` on this decode worker."""
+        on = self._on(seat.ref)
+        if not (own and flight.promise.given) and not any(one.promise.given for one in on):
+            return True
+        return fits(DecodeBatch(seat, on), flight, self.margins, now, own=own)
+
+    def _keep_prompts(self, flight: Flight, prefills: Sequence[Seat], now: float, *, own: bool) -> list[Seat]:
+        """Return the prefill workers on which `flight` breaks no promised TTFT, its own one included if any does."""
+        plan, kept, soon = Plan(prefills, (), self._queue, self._on, self.margins, now), [], []
         for seat in prefills:
             flight.work = work_of(flight, seat.cached)
             queue = self._queue(seat.ref)
-            plan = Plan(prefills, (), self._queue, self._on, self.margins, now)
-            if plan.breaks(queue, seat, queue.finishes(seat.facts, now, (flight,)), ()):
-                avoid.add(seat.ref)
-        if prefills and all(seat.ref in avoid for seat in prefills):
-            return None
-        return frozenset(avoid)
+            found = queue.finishes(seat.facts, now, (flight,))
+            if not plan.breaks(queue, seat, found, ()):
+                kept.append(seat)
+                if own and not self.margins.late(flight, found[flight], now):
+                    soon.append(seat)
+        return soon or kept
 
-    def _keeps_all(
-        self, seat: Seat, flight: Flight, prefills: Sequence[Seat], decodes: Sequence[Seat], now: float
-    ) -> bool:
-        """Return whether all promises are kept with `flight` on this decode worker."""
-        free = flight.overdue or flight.attempts > 0 or now > flight.deadline  # its own limit no longer counts
-        if not fits(DecodeBatch(seat, self._on(seat.ref)), flight, self.margins, now, own=not free):
-            return False
-        if not self.lane or flight.promise.given:  # one from the lane is the most urgent
-            return True
-        before = self._planned(prefills, decodes, None, now)
-        on = self._on(seat.ref)
-        on[flight] = None
+    def _keep_lane(
+        self, flight: Flight, ahead: Sequence[Flight], sources: Sequence[Seat], good: Sequence[Seat],
+        seats: tuple[Sequence[Seat], Sequence[Seat]], now: float,
+    ) -> tuple[list[Seat], list[Seat]]:  # fmt: skip
+        """Return a prefill and a decode worker with which `flight` delays none of `ahead` too long, or none."""
+        able = [seat for seat in _roomiest((), good)[1] if _room(seat) >= flight.prompt + flight.done]
+        if not able:
+            return [], []
+        prefills, decodes = _roomiest(*seats)
+        before = self._plan(prefills, decodes, ahead, now)
+        chosen: list[Seat | None] = [*sorted(sources, key=partial(_ready, flight))[:2]] or [None]
+        for source in chosen:
+            near = [seat for seat in able if source is None or seat.facts.group == source.facts.group]
+            for seat in near[:_FEW]:
+                after = self._tried(flight, source, seat, partial(self._plan, prefills, decodes, ahead, now), now)
+                if not any(self.margins.harms(one, before[one].first, after[one].first, now) for one in ahead):
+                    return [] if source is None else [source], [seat]
+        return [], []
+
+    def _tried(
+        self, flight: Flight, source: Seat | None, target: Seat, plan: Callable[[], dict[Flight, Forecast]], now: float
+    ) -> dict[Flight, Forecast]:
+        """Return a plan with `flight` on these workers."""
+        self._placed[target.ref][flight] = None
+        if source is not None:
+            flight.work = work_of(flight, source.cached)
+            self._queues[source.ref].put(flight, now)
         try:
-            after = self._planned(prefills, decodes, None, now)
+            return plan()
         finally:
-            del on[flight]
-        return not any(self.margins.harms(one, before[one].first, after[one].first, now) for one in after)
+            self._forget(flight, None if source is None else source.ref, target.ref, now)
+
+    def _forget(self, flight: Flight, source: WorkerRef | None, target: WorkerRef, now: float) -> None:
+        """Remove `flight` from its workers, and what is empty then."""
+        if source is not None and (queue := self._queues.get(source)) is not None:
+            queue.remove(flight, now)
+            if not queue:
+                del self._queues[source]
+        if (on := self._placed.get(target)) is not None:
+            on.pop(flight, None)
+            if not on:
+                del self._placed[target]
 
     def _tightest_s(self, flight: Flight) -> float:
         """Return the longest step that no promised mean gap forbids. It limits prompts on decode workers."""
@@ -207,12 +266,12 @@ class Promises:
     def _register(self, flight: Flight, placement: Placement, now: float) -> None:
         """Count `flight` on its workers, and forecast its latencies there."""
         source, target = self._seats_of(placement)
-        on = self._on(placement.decode.info.ref)
+        on = self._placed[target.ref]
         batch = DecodeBatch(target, on)
         flight.attempts += 1
         if source is not None:
             flight.work = work_of(flight, source.cached)
-            queue = self._queue(source.ref)
+            queue = self._queues[source.ref]
             queue.put(flight, now)
             if not flight.ttft_s and source.known and flight.attempts == 1:
                 first = queue.first(source.facts, now, flight, now + batch.running_s)
@@ -225,7 +284,7 @@ class Promises:
         for one in (*on, flight) if target.known else ():
             one.itl_s = max(one.itl_s, one.mean_gap_s(step_s, now))
         on[flight] = None
-        placement.on_end = partial(self._end, flight, placement)
+        placement.on_end = partial(self._end, flight, None if source is None else source.ref, target.ref)
 
     def _first(self, flight: Flight, queue: PrefillQueue, then: Callable[[], None]) -> None:
         then()
@@ -234,10 +293,8 @@ class Promises:
         if flight.ttft_s > 0 and flight.attempts == 1:
             self.margins.ttft.observe(math.frexp(flight.ttft_s)[1], (now - flight.made_at) / flight.ttft_s)
 
-    def _end(self, flight: Flight, placement: Placement) -> None:
-        if placement.prefill is not None:
-            self._queue(placement.prefill.info.ref).remove(flight, self._clock.monotonic())
-        self._on(placement.decode.info.ref).pop(flight, None)
+    def _end(self, flight: Flight, source: WorkerRef | None, target: WorkerRef) -> None:
+        self._forget(flight, source, target, self._clock.monotonic())
 
     def settle(self, flight: Flight, *, complete: bool, failed: bool = False, lost: bool = False) -> str:
         """Count how a choice ended, and return the outcome of its promise, or "" without one. `complete` means that it
@@ -258,10 +315,38 @@ class Promises:
         return outcome
 
     def _queue(self, ref: WorkerRef) -> PrefillQueue:
-        return self._queues.setdefault(ref, PrefillQueue(self._chunk))
+        return self._queues.get(ref) or PrefillQueue(self._chunk)
 
-    def _on(self, ref: WorkerRef) -> dict[Flight, None]:
-        return self._placed.setdefault(ref, {})
+    def _on(self, ref: WorkerRef) -> Iterable[Flight]:
+        return self._placed.get(ref, ())
+
+
+def _note_cached(flight: Flight, prefills: Sequence[Seat]) -> None:
+    """Record the cached tokens of its prompt by prefill worker, for later plans."""
+    flight.cached = {seat.ref: seat.cached for seat in prefills if seat.cached}
+
+
+def _room(seat: Seat) -> float:
+    return min(seat.facts.capacity, seat.facts.available * seat.block_size)
+
+
+def _ready(flight: Flight, seat: Seat) -> float:
+    """Return the seconds until a prefill worker has about computed the prompt."""
+    return seat.facts.backlog * seat.facts.queued_s + work_of(flight, seat.cached)[0] * seat.facts.token_s
+
+
+def _roomiest(prefills: Sequence[Seat], decodes: Sequence[Seat]) -> tuple[list[Seat], list[Seat]]:
+    """Return the workers for plans: of each role and group those with the shortest queue, or with the most room."""
+    taken: Counter[tuple[int, float]] = Counter()
+    found: tuple[list[Seat], list[Seat]] = [], []
+    by_backlog = sorted(prefills, key=lambda seat: seat.facts.backlog - seat.cached)
+    for role, seats in enumerate((by_backlog, sorted(decodes, key=_room, reverse=True))):
+        for seat in seats:
+            key = role, seat.facts.group
+            taken[key] += 1
+            if taken[key] <= _PLANNED:
+                found[role].append(seat)
+    return found
 
 
 class PromisingAdmission(Admission[Placement]):
@@ -271,6 +356,8 @@ class PromisingAdmission(Admission[Placement]):
         """Take the arguments of `Admission`, with `promises` for `place`."""
         super().__init__(promises.place, *rest, **options)
         self.promises = promises
+        self._lane_pending = False
+        self._refused_at: dict[str, float] = {}  # by tenant, the last promise for which there was no capacity
 
     async def admit(self, ticket: Ticket, tokens: int, requirements: Any = None, **rest: Any) -> Placement:
         """Return a placement like `Admission.admit`. A request with a promise waits in the lane instead of the queue.
@@ -280,16 +367,19 @@ class PromisingAdmission(Admission[Placement]):
         if flight is None or not flight.promise.given or rest.get("returning") or rest.get("accepted"):
             return await super().admit(ticket, tokens, requirements, **rest)
         flight.tenant = rest.get("tenant", "")
-        self._check_fairness(flight)
-        self.promises.consider(flight, tokens, requirements)
+        self._check_fairness(flight, tokens)
+        self._consider(flight, tokens, requirements)
         if not self.promises.lane and (placement := self._place(tokens, requirements)) is not None:
             return placement
-        try:
-            async with asyncio.timeout(min(self._limits.wait_s, rest.get("deadline_s", math.inf))):
-                return await self._wait_in_lane(flight, tokens, requirements)
-        except TimeoutError:  # no worker, or the deadline: the queue ends it with the right error
-            flight.overdue = True
-            return await super().admit(ticket, tokens, requirements, **{**rest, "returning": True})
+        begin = self._clock.monotonic()
+        deadline_s = rest.get("deadline_s", math.inf)
+        placed = await self._wait_in_lane(flight, tokens, requirements, deadline_s)
+        if placed is not None:
+            return placed
+        flight.overdue = True  # the promise is broken, or there is no worker; its wait in the queue begins now
+        left_s = deadline_s - (self._clock.monotonic() - begin)
+        rest |= {"returning": True, "accepted": True, "since": None, "deadline_s": left_s}
+        return await super().admit(ticket, tokens, requirements, **rest)
 
     def admit_now(self, tokens: int, requirements: Any = None, *, returning: bool = False) -> Placement | None:
         """Return a placement like `Admission.admit_now`, None for a new request with a promise."""
@@ -298,45 +388,97 @@ class PromisingAdmission(Admission[Placement]):
             return None
         return super().admit_now(tokens, requirements, returning=returning)
 
-    def _check_fairness(self, flight: Flight) -> None:
+    def _consider(self, flight: Flight, tokens: int, requirements: Any) -> None:
+        try:
+            self.promises.consider(flight, tokens, requirements)
+        except PromiseRefused as refusal:
+            if refusal.retry_after_s < _NEVER_S:
+                self._refused_at[flight.tenant] = self._clock.monotonic()
+            raise
+
+    def _check_fairness(self, flight: Flight, tokens: int) -> None:
         """Refuse a promise that would delay requests without one, or other tenants, for too long."""
-        hold_s, total = self._limits.wait_s * _HOLD, self.promises.in_force
+        hold_s, lane, limits = self._limits.wait_s * _HOLD, self.promises.lane, self._limits
         refusal = None
         if self.oldest_s > hold_s:
             refusal = PromiseRefused(f"a request without a promise has waited {self.oldest_s:.3g} s", 1.0)
-        elif self.waiting and self.promises.held_by(flight.tenant) > self._queue.share_of(flight.tenant) * (total + 1):
-            refusal = PromiseRefused("this tenant has its share of promises, and other requests wait", 1.0)
+        elif lane and (len(lane) >= limits.requests or tokens + sum(one.tokens for one in lane) > limits.tokens):
+            refusal = PromiseRefused(f"{len(lane)} requests with a promise wait already, no more are accepted", 1.0)
+        elif self.promises.held_by(flight.tenant) > self._share_of(flight.tenant) * (self.promises.in_force + 1):
+            refusal = PromiseRefused("this tenant has its share of promises, and other tenants wait", 1.0)
         if refusal is not None:
             self.promises.outcomes["refused"] += 1
             raise refusal
 
-    async def _wait_in_lane(self, flight: Flight, tokens: int, requirements: Any) -> Placement:
-        waiter = _Waiting(flight, tokens, requirements, asyncio.get_running_loop().create_future())
-        lane = self.promises.lane
+    def _share_of(self, tenant: str) -> float:
+        """Return the tenant's share among those that wait, or got no promise in the last `wait_s` for want of capacity.
+        1 if there are no others.
+        """
+        since = self._clock.monotonic() - self._limits.wait_s
+        self._refused_at = {name: at for name, at in self._refused_at.items() if at > since}
+        others = {*self._queue.tenants, *self._refused_at, *(one.flight.tenant for one in self.promises.lane)}
+        return self._queue.share_among(tenant, others)
+
+    async def _wait_in_lane(self, flight: Flight, tokens: int, requirements: Any, most_s: float) -> Placement | None:
+        """Return the placement, or None after the promised TTFT, or after `wait_s` without a worker."""
+        loop, lane = asyncio.get_running_loop(), self.promises.lane
+        waiter = _Waiting(flight, tokens, requirements, loop.create_future())
+        promised_s = max(self._limits.wait_s, flight.deadline - self._clock.monotonic())
         lane.append(waiter)
         lane.sort(key=lambda one: one.flight.deadline)
         self._serve_lane()
         try:
-            return await waiter.placed
-        except BaseException:
+            async with asyncio.timeout(min(promised_s, most_s)) as limit:
+                loop.call_later(self._limits.wait_s, self._check_worker, waiter, limit)
+                return await waiter.placed
+        except BaseException as error:
             if waiter in lane:
                 lane.remove(waiter)
             elif waiter.placed.done() and not waiter.placed.cancelled():
                 self._release(waiter.placed.result())
+            self.changed()  # the next one may fit
+            if isinstance(error, TimeoutError):
+                return None
             raise
 
+    def _check_worker(self, waiter: _Waiting, limit: asyncio.Timeout) -> None:
+        """End a wait without a worker, and repeat this."""
+        loop = asyncio.get_running_loop()
+        if waiter.placed.done():
+            return
+        if self._can_serve():
+            loop.call_later(self._limits.wait_s, self._check_worker, waiter, limit)
+        else:
+            limit.reschedule(loop.time())
+
     def changed(self) -> None:
-        """Serve the lane by deadline, then the queue, while there is capacity."""
-        if not self._serving:
-            self._serve_lane()
+        """Serve the lane by deadline, then the queue, while there is capacity. A head of the queue that has waited too
+        long is first. While the lane has requests, this runs once per turn of the event loop.
+        """
+        if self._serving or self._lane_pending:
+            return
+        if not self.promises.lane:
             super().changed()
+            return
+        self._lane_pending = True
+        asyncio.get_running_loop().call_soon(self._serve_both)
+
+    def _serve_both(self) -> None:
+        self._lane_pending = False
+        if self.oldest_s > self._limits.wait_s * _HOLD:
+            super().changed()
+        self._serve_lane()
+        super().changed()
 
     def _serve_lane(self) -> None:
-        lane = self.promises.lane
-        while lane:
-            first = lane[0]
-            if not first.placed.done():
-                if (placement := self._place(first.tokens, first.requirements)) is None:
-                    return
-                first.placed.set_result(placement)
-            lane.remove(first)
+        """Place those that delay no earlier deadline too long, until a few find no workers."""
+        lane, blocked = self.promises.lane, 0
+        for one in tuple(lane):
+            if blocked == _FEW:
+                return
+            if not one.placed.done():
+                if (placement := self._place(one.tokens, one.requirements)) is None:
+                    blocked += 1
+                    continue
+                one.placed.set_result(placement)
+            lane.remove(one)

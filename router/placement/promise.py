@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -33,6 +33,7 @@ class Flight:
     itl_s: float = 0.0  # largest forecast of its mean gap, over all later admissions
     move_s: float = 0.0  # forecast of the handoff
     work: tuple[float, float] = (0.0, 0.0)  # prompt tokens to compute, and the positions that they attend to
+    cached: Mapping[WorkerRef, float] = field(default_factory=dict)  # prompt tokens, by prefill worker
     attempts: int = 0
 
     @property
@@ -50,7 +51,7 @@ class Flight:
         return self.answer.bit_length()
 
     def seen(self, tokens: int, now: float) -> None:
-        """Record that the client has `tokens` tokens."""
+        """Record `tokens` tokens for the client, which came from a worker at `now`."""
         self.done, self.last_at = tokens, now
         if self.first_at is None:
             self.first_at = now

@@ -235,7 +235,9 @@ class Attempt:
                 yield tokens
             if (self.finish is not None and not self._scores.missing) or self.retry_reason:
                 return
-            for source, item in await self._received(_ANSWER_S if self.fencing else None):
+            items = await self._received(_ANSWER_S if self.fencing else None)
+            self._track.received(self._mailbox.lag_s)
+            for source, item in items:
                 if self._tokens and isinstance(item, pb.WorkerEvent) and item.HasField("thoughts"):
                     tokens, self._tokens = self._tokens, []
                     yield tokens  # before the thoughts about them

@@ -207,7 +207,7 @@ class ChoiceObserver:
         self.note("delivered", first=fresh[0].index, count=len(fresh))
         self.tokens += len(fresh)
         now = self._to.clock.monotonic()
-        self.flight.seen(self.tokens, now)
+        self.flight.seen(self.tokens, min(now, self.track.received_at))
         if self._last_token_at is None:
             self._first_token_at = now
             prompt_tokens = 0 if self.choice else self.prompt_tokens

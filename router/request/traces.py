@@ -33,7 +33,8 @@ class Track:
     def __init__(self, router_id: str, choice: int, clock: Clock, arrived: tuple[float, float] | None = None) -> None:
         self.stages = StageClock(clock, arrived)
         self.outstanding = 0  # ended attempts with a prefill worker's report outstanding
-        self._router_id, self._choice = router_id, choice
+        self.received_at = math.inf  # when the newest event came from a worker
+        self._router_id, self._choice, self._clock = router_id, choice, clock
         self._reported = admin_pb2.TraceReply()
 
     def add(self, role: Role, worker_id: str, event: worker_pb2.WorkerEvent, attempt: int = 0) -> None:
@@ -49,6 +50,10 @@ class Track:
                 kept.role, kept.process, kept.choice = role.value, worker_id, self._choice
                 kept.attempt = attempt or self.stages.attempt
                 self._reported.spans.append(kept)  # last, because the exporter reads from its own thread
+
+    def received(self, ago_s: float) -> None:
+        """Record when the newest event came. A client that reads slowly delays only what follows."""
+        self.received_at = self._clock.monotonic() - ago_s
 
     def expect_report(self) -> Late:
         """End this attempt and return the callback for the prefill worker's last report of it."""

@@ -100,6 +100,8 @@ class EventMailbox:
         self._woken = False
         self._reader: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()  # cached, because looking it up is a system call
+        self._newest_at = 0.0  # when the last item was added
+        self.lag_s = 0.0  # from then on until its reader had it
 
     def put(self, source: Role, item: Item) -> None:
         self.add(source, item)
@@ -116,6 +118,7 @@ class EventMailbox:
             item = EngineFault(f"the {source} worker sent more than {self._limit} messages for one request")
             self._items = []
         self._items.append((source, item))
+        self._newest_at = self._loop.time()
 
     def wake(self) -> None:
         self._woken = bool(self._items)
@@ -128,6 +131,7 @@ class EventMailbox:
             self._reader = self._loop.create_future()
             await self._reader
         items, self._items, self._woken = self._items, [], False
+        self.lag_s = self._loop.time() - self._newest_at
         return items
 
 
