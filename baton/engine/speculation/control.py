@@ -121,7 +121,7 @@ class ProposalControl:
         return found
 
     def relax(self, idle: Sequence[Acceptance]) -> None:
-        """Forget a little of what prevents proposals of these sequences."""
+        """Forget a little of the measurements that prevent proposals of these sequences."""
         for acceptance in (*idle, self.overall):
             acceptance.relax()
         self.proposal_s *= 1 - RELAX

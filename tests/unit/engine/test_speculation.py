@@ -537,7 +537,7 @@ def test_a_slow_drafter_is_tried_again_some_time():
     for _ in range(50):
         control.note_step(1, 0.01)
     control.note_drafter(4, 0.004)
-    control.note_drafter(1, 30.0)  # a delay that says nothing of the next proposal
+    control.note_drafter(1, 30.0)  # a delay of no meaning for the next proposal
     assert control.counts([acceptance], [4], 15) != [0]
     control.proposal_s = 1.0
     assert any(control.counts([acceptance], [4], 15) != [0] for _ in range(2000))

@@ -7,6 +7,7 @@ import pytest
 
 from baton.core import Role
 from baton.errors import PromiseRefused
+from baton.rpc.v1 import worker_pb2 as pb
 from baton.testing import FakeClock
 from router.admission.admission import QueueLimits, ticket_for
 from router.admission.calibration import Calibration
@@ -28,9 +29,9 @@ class Hall:
     def __init__(self, prefills, decodes, **limits) -> None:
         self.clock, self.seats, self.arrivals = FakeClock(), (prefills, decodes), 0
         self.now = self.clock.monotonic()
-        self.promises = Promises(lambda *_: self.seats, self.place, None, self.clock)
+        self.promises = Promises(lambda *_: self.seats, self.place, lambda _: (None, prefills[0]), self.clock)
         self.promises.margins = calibrated()
-        self.promises._register = lambda *_: None
+        self.promises._register = lambda *_: None  # type: ignore[method-assign]  # placements here have no workers
         bounds = QueueLimits(**{"requests": 100, "tokens": 10**6, "wait_s": 10.0, **limits})
         self.admission = PromisingAdmission(self.promises, lambda _: None, lambda *_: True, self.clock, bounds)
 
@@ -95,7 +96,7 @@ async def test_a_promise_gets_a_prefill_worker_that_keeps_its_own_ttft():
     slow = SOURCES[0]._replace(facts=PROMPTS._replace(backlog=5000.0, queued_s=0.001))
     hall = Hall([slow, SOURCES[1]], [seat(DECODING)])
     one = flight(ttft_s=1.0, arrived=hall.now)
-    assert hall.promises._avoided(one, *hall.seats, hall.now) == {slow.ref}
+    assert hall.promises._avoided(one, *hall.seats, hall.now) == frozenset({slow.ref})
     one.overdue = True
     assert hall.promises._avoided(one, *hall.seats, hall.now) == frozenset()
 
@@ -180,7 +181,7 @@ async def test_a_client_that_reads_slowly_delays_no_time_of_its_tokens():
     clock, mailbox = FakeClock(), EventMailbox(9)
     track = Track("router", 0, clock)
     assert track.received_at == math.inf
-    mailbox.put(Role.DECODE, "item")
+    mailbox.put(Role.DECODE, pb.WorkerEvent())
     await asyncio.sleep(5.0)
     clock.advance(5.0)
     await mailbox.drain()
