@@ -110,6 +110,8 @@ class Link:
 class Mailbox:
     """The router's `EventMailbox`. Its reader runs as soon as there is an item."""
 
+    lag_s = 0.0
+
     def __init__(self, limit: int) -> None:
         self.items: list[tuple[Role, Any]] = []
 
