@@ -23,13 +23,16 @@ class StateRows:
 
     memory: Tensor  # float32 [all slots, state_size]
     slots: list[int]  # B different ones
-    counts: list[int]  # the batch's `query_lens`
+    counts: list[int]  # new tokens of each
     index: Tensor  # int64 [B]: `slots` on the device
+    starts: list[int] | None = None  # the first row of each sequence, in a batch with padding between them
+    fixed: bool = False  # the batch is; `counts` are then without padding
+    on_grid: bool = False  # it is a chunk of one prompt, in whole chunks of the recurrent layers
 
     @property
     def single(self) -> bool:
-        """Whether each sequence has one token."""
-        return max(self.counts) == 1
+        """Whether each row is the one token of a sequence."""
+        return self.starts is None and max(self.counts) == 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -93,7 +93,8 @@ class Engine:
         self._states = None if slots is None else States(self.layout, slots, backend.device, slots * prefix_cache)
         self.inputs = Inputs(backend, max_batched_tokens, max_running, max_blocks)
         self._ordinary = OrdinaryForwards(self.inputs, self._thoughts, self._states)
-        self._fixed = FixedForwards(backend, shapes, max_blocks, total_blocks, self._thoughts) if shapes else None
+        parts = max_blocks, total_blocks, self._thoughts, self._states
+        self._fixed = FixedForwards(backend, shapes, *parts) if shapes else None
         choices = OutputFactory(tokenizer, backend.vocab_size, self.max_model_len)
         begin_fixed = None if self._fixed is None else self._fixed.begin
         self._factory = RequestFactory(backend, choices, begin_fixed, self._thoughts, self._states, prefix_cache)
@@ -103,8 +104,8 @@ class Engine:
         self._requests: dict[HandoffId, Request] = {}
         self._ended: list[SequenceOutput] = []  # ended by known tokens; reported by the next step
         early = backend.device.type == "cuda" if overlap is None else overlap
-        parts = self._ordinary, self._scheduler, self._requests, self._compute, self._deliver
-        self._overlap = Overlap(*parts, enabled=early and self._thoughts is None)
+        steps = self._ordinary, self._scheduler, self._requests, self._compute, self._deliver
+        self._overlap = Overlap(*steps, enabled=early and self._thoughts is None)
         self._on_layer: LayerListener | None = None
 
     def watch(self, on_layer: LayerListener | None, on_free: Callable[[Sequence], None]) -> None:
@@ -314,7 +315,8 @@ class Engine:
 
     def _hold_or_release(self, request: Request) -> None:
         finish = request.choice.finish
-        if request.hold and (finish is not None or len(request.choice.tokens) >= request.hold):
+        full = len(request.choice.tokens) >= request.hold and not request.replays
+        if request.hold and (finish is not None or full):
             request.held = True
             self._scheduler.remove(request.sequence)
         elif finish is not None:

@@ -150,7 +150,7 @@ class OrdinaryForwards:
         listener = partial(on_layer, part.work) if on_layer is not None else None
         thinking = None if self._thoughts is None else self._thoughts.inject(part.work)
         tokens = [request.tokens for request in requests]
-        states = None if self._states is None else self._states.rows(part.work)
+        states = None if self._states is None else self._states.ordinary(part.work, exact=part.exact)
         every, build = part.scores is not None, partial(self.inputs.build, fixed=part.exact, states=states)
         batch = build(part.work, tokens, listener, thinking=thinking, every_row=every)
         logits = backend.forward(batch, kv)

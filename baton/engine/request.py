@@ -43,6 +43,11 @@ class Request:
     def row(self) -> Row:
         return self.choice.row if self.draft is None else self.draft.row
 
+    @property
+    def replays(self) -> bool:
+        """Whether KV or the recurrent state of its tokens, except the last one, is missing here."""
+        return self.progress is not None and self.progress.final < len(self.choice.tokens) - 1
+
     def is_final(self, *, exact: bool) -> bool:
         """Return whether the next token of an ordinary forward is final. `exact` means that the forward is."""
         return self.progress is None or (exact and self.progress.confirmed(self.sequence.known))

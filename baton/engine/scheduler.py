@@ -215,9 +215,11 @@ class Scheduler:
         for policy in sequence.policies:
             hashes = policy.usable(hashes)
         found = self.pool.find(hashes)
-        cached = len(found) * self.block_size
-        for policy in sequence.policies:
-            cached = policy.aligned(cached, self.block_size)
+        cached, before = len(found) * self.block_size, -1
+        while cached != before:  # until each policy can continue there
+            before = cached
+            for policy in sequence.policies:
+                cached = policy.aligned(cached, self.block_size)
         return found[: cached // self.block_size]
 
     def _has_blocks(self, sequence: Sequence) -> bool:

@@ -12,13 +12,16 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from baton.core import KVLayout, RecurrentState, SequenceSpec, SequenceState
 from baton.engine.batch import StateRows
-from baton.engine.sequence import UNLIMITED, ScheduledSequence, Sequence, SequencePolicy
+from baton.engine.determinism.planner import VerifiedProgress
+from baton.engine.sequence import UNLIMITED, ScheduledSequence, Sequence, SequencePolicy, VerifyWork
 
 EVERY = 256  # tokens, rounded to whole blocks
 
@@ -54,8 +57,10 @@ class States:
         return policy
 
     def state(self, sequence: Sequence) -> RecurrentState:
-        """Return a copy of the state after the computed tokens."""
-        return RecurrentState(sequence.computed, self.of(sequence).cpu().numpy().tobytes())
+        """Return a copy of the state after the computed tokens, or the final ones of a deterministic sequence."""
+        progress, saved = sequence.policy(VerifiedProgress), _recurrence(sequence).saved
+        position = sequence.computed if progress is None else progress.final
+        return RecurrentState(position, (self.of(sequence) if saved is None else saved).cpu().numpy().tobytes())
 
     def of(self, sequence: Sequence) -> Tensor:
         """Return the row of a sequence, which must have blocks."""
@@ -63,13 +68,40 @@ class States:
         assert sequence.allocation.slot is not None
         return self.memory[sequence.allocation.slot]
 
-    def rows(self, work: ListOf[ScheduledSequence]) -> StateRows:
-        """Return the rows that a forward of `work` reads and updates."""
+    def ordinary(self, work: ListOf[ScheduledSequence], *, exact: bool) -> StateRows:
+        """Return the rows of an ordinary forward. Those with candidates are saved first, as they are without them."""
+        for item in work:
+            progress = item.sequence.policy(VerifiedProgress)
+            if progress is not None and not (exact and progress.confirmed(item.sequence.known)):
+                _recurrence(item.sequence).save()
+        return self._rows(work, fixed=exact)
+
+    def fixed(self, windows: ListOf[VerifyWork]) -> StateRows:
+        """Return the rows of a fixed forward of these windows. A verify pass begins with the states before it."""
+        grid = windows[0].on_grid
+        for window in () if grid else windows:
+            _recurrence(window.sequence).rewind()
+        work = [ScheduledSequence(window.sequence, window.count) for window in windows]
+        starts = list(accumulate((window.size for window in windows[:-1]), initial=0))
+        return self._rows(work, fixed=True, on_grid=grid, starts=starts)
+
+    def settle(self, window: VerifyWork, final: int) -> int:
+        """Return how many positions are final behind a fixed forward in which `final` ones were right. If others were
+        not, the state is that before the window, and the next pass computes the right ones again.
+        """
+        policy = _recurrence(window.sequence)
+        if final < window.start + window.count:
+            policy.rewind()
+            return window.start
+        policy.saved = None
+        return final
+
+    def _rows(self, work: ListOf[ScheduledSequence], **options: Any) -> StateRows:
         slots = [item.sequence.allocation.slot for item in work if item.sequence.allocation is not None]
         found = [slot for slot in slots if slot is not None]
         assert len(found) == len(set(found)) == len(work)
         index = torch.tensor(found, device=self.memory.device)
-        return StateRows(self.memory, found, [item.count for item in work], index)
+        return StateRows(self.memory, found, [item.count for item in work], index, **options)
 
     def keep(self, block_hash: bytes, row: Tensor) -> None:
         """Make a checkpoint at the end of the block with this hash."""
@@ -105,6 +137,21 @@ class Recurrence(SequencePolicy):
     carried: Tensor | None = None  # until it is in the slot
     sequence: Sequence | None = None
     hashes: list[bytes] = field(default_factory=list)  # of the blocks that were looked up
+    saved: Tensor | None = None  # the state behind the final positions, while that in the slot has candidates
+
+    def save(self) -> None:
+        if self.saved is None and self.sequence is not None:
+            self.saved = self.states.of(self.sequence).clone()
+
+    def rewind(self) -> None:
+        """Return to the saved state, or save it."""
+        if self.saved is None:
+            self.save()
+        elif self.sequence is not None:
+            self.states.of(self.sequence).copy_(self.saved)
+
+    def preempted(self, sequence: Sequence) -> None:
+        self.saved = None
 
     def most(self, computed: int) -> int:
         if self.last == UNLIMITED:
@@ -139,3 +186,9 @@ class Recurrence(SequencePolicy):
         sequence, end = self.sequence, (first + len(hashes)) * block_size
         if sequence is not None and sequence.computed == end and (end == self.last or end % self.states.every == 0):
             self.states.keep(hashes[-1], self.states.of(sequence))
+
+
+def _recurrence(sequence: Sequence) -> Recurrence:
+    policy = sequence.policy(Recurrence)
+    assert policy is not None
+    return policy

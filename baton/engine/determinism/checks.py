@@ -23,7 +23,7 @@ from torch import Tensor
 
 from baton.clock import SystemClock
 from baton.core import KVLayout
-from baton.engine.batch import Batch
+from baton.engine.batch import Batch, StateRows
 from baton.engine.determinism.shapes import SHORT, SHORT_UNTIL, FixedShapes
 from baton.engine.kernels.base import ANY_ROWS
 from baton.engine.kernels.cpu.compiler import machine
@@ -39,6 +39,7 @@ WINDOW = FixedShapes().tokens  # of the passes whose times are measured
 TOTALS = (32, 64, 128, 256, 512)  # tokens of a pass: rows times WINDOW
 CLOSE = 1.15  # factor of the best time per token that is still good
 CONTEXT = 256  # tokens before a row's window
+STATES = 4  # positions of the decode steps that are compared, in models with recurrent layers
 log = structlog.get_logger(__name__)
 
 
@@ -120,8 +121,8 @@ def exact_rows(backend: ModelBackend, shapes: FixedShapes) -> int:
 
 def _with_exact_steps(backend: ModelBackend, shapes: FixedShapes) -> FixedShapes:
     found = replace(shapes, exact_rows=exact_rows(backend, shapes))
-    if not found.exact_rows or backend.steady_rows() < ANY_ROWS:
-        return found
+    if not found.exact_rows or backend.steady_rows() < ANY_ROWS or backend.layout.state_size:
+        return found  # a state is computed in floating point, in whole chunks of the grid
     if varies := _Checker(backend, shapes).mixtures():
         log.warning("decode_steps_vary", reason=varies)
     return replace(found, everywhere=not varies)
@@ -135,6 +136,8 @@ class _Checker:
         tables = [list(range(row * each, (row + 1) * each)) for row in range(shapes.rows + 1)]
         self._blocks, *self._others = [table[::-1] for table in tables]
         self._kv = backend.make_cache(len(tables) * each)
+        self._states: dict[int, Tensor] = {}  # of recurrent layers behind the checked tokens, by position
+        self._memory = torch.empty(0)  # states behind the last forward
 
     def chunks(self) -> str:
         """Compare prompts that end in a chunk: the same tokens in other blocks, with other tokens behind them."""
@@ -146,7 +149,8 @@ class _Checker:
             found = []
             for behind, blocks in enumerate((self._blocks, self._others[0])):
                 tokens = self._tokens(0, start, real) + self._tokens(1 + behind, start + real, len(span) - real)
-                logits = self._forward([FixedRow(tokens, start, blocks)], [real - 1])
+                counts = [len(span) if behind else real]  # a state may also depend on where the prompt ends
+                logits = self._forward([FixedRow(tokens, start, blocks)], [real - 1], counts, on_grid=True)
                 found.append((logits, self._kv_of(blocks, start, real)))
             if not all(map(torch.equal, *found)):
                 return f"the bits of a chunk of {len(span)} tokens depend on the padding behind it"
@@ -189,6 +193,8 @@ class _Checker:
         logits, cache = self._reference()
         for count in sorted({*range(1, min(8, most) + 1), *range(8, most, 8), most}):
             offsets = [offset for _, offset in sorted((mix64(count << 32 | i), i) for i in range(2 * width))][:count]
+            if self._backend.layout.state_size:  # few states, because each costs a pass and memory
+                offsets = [offset % STATES for offset in offsets]
             rows = [FixedRow(self._tokens(0, first + offset, 1), first + offset, self._blocks) for offset in offsets]
             same = torch.equal(self._forward(rows, list(range(count))), logits[offsets])
             if not same or not torch.equal(self._kv_of(self._blocks, first, 2 * width), cache):
@@ -217,28 +223,55 @@ class _Checker:
     def _reference(self) -> tuple[Tensor, Tensor]:
         """Return logits and KV of the checked tokens from two verify passes, one after the other."""
         width, first = self._shapes.tokens, self._from
-        self._forward([FixedRow(self._tokens(0, 0, SHORT), 0, self._blocks)], [])
+        self._forward([FixedRow(self._tokens(0, 0, SHORT), 0, self._blocks)], [], on_grid=True)
         logits = torch.cat([self._verify(0, start, start) for start in (first, first + width)])
         return logits, self._kv_of(self._blocks, first, 2 * width)
 
-    def _verify(self, slot: int, start: int, salt: int) -> Tensor:
-        """Return logits as int32 [W, vocab] of the checked sequence in one slot. `salt` varies the other rows."""
+    def _verify(self, slot: int, start: int, salt: int, count: int | None = None) -> Tensor:
+        """Return logits as int32 [W, vocab] of the checked sequence in one slot. `salt` varies the other rows. Its
+        state changes by `count` tokens, or all.
+        """
         width = self._shapes.tokens
         rows = [
             FixedRow(self._tokens(salt + row, 0, width), (salt * 13 + row) % self._from, blocks)
             for row, blocks in enumerate(self._others[: self._shapes.rows], 3)
         ]
         rows[slot] = FixedRow(self._tokens(0, start, width), start, self._blocks)
-        logits = self._forward(rows, list(range(len(rows) * width)))
+        counts = [width] * len(rows)
+        counts[slot] = width if count is None else count
+        logits = self._forward(rows, list(range(len(rows) * width)), counts)
         return logits[slot * width : (slot + 1) * width]
 
     def _tokens(self, sequence: int, start: int, count: int) -> list[int]:
         return [mix64(sequence << 32 | position) % self._backend.vocab_size for position in range(start, start + count)]
 
-    def _forward(self, rows: list[FixedRow], wanted: list[int]) -> Tensor:
-        """Return the bits of the wanted rows' logits: int32 [L, vocab]."""
+    def _forward(
+        self, rows: list[FixedRow], wanted: list[int], counts: list[int] | None = None, *, on_grid: bool = False
+    ) -> Tensor:
+        """Return the bits of the wanted rows' logits: int32 [L, vocab]. States change by `counts` tokens of each row.
+        The checked sequence has its own state, others begin with zeros.
+        """
         batch = fixed_batch(rows, wanted, self._backend.layout.block_size, self._backend.device)
+        if size := self._backend.layout.state_size:
+            memory = torch.zeros(len(rows), size, device=self._backend.device)
+            for row, state in zip(rows, memory, strict=True):
+                if row.blocks is self._blocks and row.start > self._from and not on_grid:
+                    state.copy_(self._state(row.start))
+            states = StateRows(memory, list(range(len(rows))), counts or batch.query_lens, torch.arange(len(rows)))
+            starts = batch.query_starts[:-1].tolist() if max(batch.query_lens) > 1 else None
+            batch = replace(batch, states=replace(states, starts=starts, fixed=True, on_grid=on_grid))
+            self._memory = memory
         return self._backend.forward(batch, self._kv).view(torch.int32).clone()
+
+    def _state(self, position: int) -> Tensor:
+        """Return the state behind the checked tokens from the first pass on, up to `position`, at most W later."""
+        if position not in self._states:
+            before = [tensor.clone() for tensor in self._kv.tensors]  # rows behind `position` get other KV
+            self._verify(0, self._from, 0, position - self._from)
+            self._states[position] = self._memory[0].clone()
+            for tensor, old in zip(self._kv.tensors, before, strict=True):
+                tensor.copy_(old)
+        return self._states[position]
 
     def _kv_of(self, blocks: list[int], start: int, count: int) -> Tensor:
         """Return the bytes of positions: uint8 [layers * tensors, count, bytes]."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from baton.core import Token
-from baton.engine.batch import Batch
+from baton.engine.batch import Batch, StateRows
 from baton.engine.determinism.planner import ExactForwards, VerifiedProgress, progress_of
 from baton.engine.determinism.shapes import CandidateTokens, FixedShapes
 from baton.engine.kernels.select import fused_draw
@@ -33,6 +33,7 @@ from baton.engine.sampling.output import OutputState
 from baton.engine.sampling.prompt_logprobs import scores_of
 from baton.engine.sampling.sampler import Sampled, Sampler
 from baton.engine.sequence import LayerListener, ScheduledSequence, VerifyWork
+from baton.engine.states import States
 from baton.engine.step_result import Counters, StepResult
 from baton.engine.thinking import Thoughts
 
@@ -73,6 +74,7 @@ class FixedInputs:
         tokens: Sequence[list[int]],
         on_layer: Callable[[int], None] | None = None,
         thoughts: Thoughts | None = None,
+        states: StateRows | None = None,
     ) -> Batch:
         """Build the batch of one pass's windows; `tokens[i]` are those of its i-th sequence. Valid until the next
         build. Logits are wanted for the last token of a prompt that ends here, or for all rows of a verify pass or of
@@ -112,6 +114,7 @@ class FixedInputs:
             on_layer=on_layer,
             fixed=True,
             thinking=None if thoughts is None else thoughts.inject_fixed(windows, n),
+            states=states,
         )
 
     def _spare_rows(self, missing: int) -> list[int]:
@@ -140,9 +143,15 @@ class FixedForwards:
     """Fixed forwards of one engine: their building, computation and evaluation."""
 
     def __init__(
-        self, backend: ModelBackend, shapes: FixedShapes, max_blocks: int, spare: int, thoughts: Thoughts | None = None
+        self,
+        backend: ModelBackend,
+        shapes: FixedShapes,
+        max_blocks: int,
+        spare: int,
+        thoughts: Thoughts | None = None,
+        states: States | None = None,
     ) -> None:
-        self._backend, self._shapes, self._thoughts = backend, shapes, thoughts
+        self._backend, self._shapes, self._thoughts, self._states = backend, shapes, thoughts, states
         self._everywhere = shapes.everywhere and thoughts is None  # reading thoughts is not a product of integers
         self._inputs = FixedInputs(backend, shapes, max_blocks, spare)
         self._sampler = Sampler(fused_draw(backend.device))
@@ -170,7 +179,9 @@ class FixedForwards:
             self._fill(windows, requests)
         work = [ScheduledSequence(window.sequence, window.count) for window in windows]
         listener = partial(on_layer, work) if on_layer is not None else None
-        batch = self._inputs.build(windows, [request.tokens for request in requests], listener, self._thoughts)
+        states = None if self._states is None else self._states.fixed(windows)
+        tokens = [request.tokens for request in requests]
+        batch = self._inputs.build(windows, tokens, listener, self._thoughts, states)
         logits = self._backend.forward(batch, kv)
         if (scores := scores_of(windows[0].sequence)) is not None:
             scores.take(logits[: windows[0].count], windows[0].start)
@@ -259,6 +270,7 @@ class FixedForwards:
         if tokens and choice.finish is None and len(draft.tokens) == len(choice.tokens):
             draft.proposals = self._proposed(request, draft)
         fixed.verified, fixed.ended = len(choice.tokens), draft.ended
+        final = final if self._states is None else self._states.settle(window, final)
         fixed.proposed, fixed.margin = min(len(draft.proposals), max(self._room(window, draft), 0)), math.inf
         before, fixed.final, fixed.waited = fixed.final, final, 0
         window.sequence.computed, window.sequence.known = final, len(draft.tokens)

@@ -195,8 +195,6 @@ def _with_weights(config: ModelConfig, parts: Parts, thinking: Mode) -> tuple[De
 
 def _nondeterminism(config: ModelConfig) -> str:
     """Return why determinism is unavailable, or "". The chunks of its grid must be whole chunks of a thinking model."""
-    if config.spec.recurrent:
-        return "verify passes cannot roll back the state of the model's recurrent layers"
     if config.thinking is None or SHORT % config.thinking.chunk_size == 0:
         return ""
     return f"chunks of {config.thinking.chunk_size} tokens do not divide the grid of {SHORT} tokens"

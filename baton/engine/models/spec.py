@@ -221,7 +221,7 @@ class DecoderSpec:
     def is_steady(self) -> bool:
         """Whether all products and functions of a layer are those of kernels, whose bits do not depend on the rows."""
         layers = (self.norm.in_kernels, self.mlp.gated, *(each.is_steady for each in self.attention))
-        return all(layers) and not (self.experts or self.latent or self.head.soft_cap or self.recurrent)
+        return all(layers) and not (self.experts or self.latent or self.head.soft_cap)
 
     @property
     def lacks(self) -> str:

@@ -6,23 +6,46 @@ state. All operations are elementwise, so a row's bits depend neither on the bat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from baton.engine.batch import StateRows
 from baton.engine.models.checkpoint import Weights
 from baton.engine.models.llama import Parts, Step
 from baton.engine.models.recurrent.spec import ShortConvSpec
 
+VECTORS = 64  # numbers: two vectors of 512 bits, or more
+PIECE = 1 << 15  # numbers that torch computes in one thread
+
 
 def sequences(states: StateRows) -> Iterator[tuple[int, slice]]:
     """Yield the slot of each sequence, and its rows of the batch."""
-    at = 0
-    for slot, count in zip(states.slots, states.counts, strict=True):
+    starts = states.starts or [0, *accumulate(states.counts)]
+    for slot, count, at in zip(states.slots, states.counts, starts, strict=False):
         yield slot, slice(at, at + count)
-        at += count
+
+
+def waves(states: StateRows) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the rows of the first token of each sequence, then of the second, and so on: int64 [n], and slots [n]."""
+    spans = [(slot, part) for slot, part in sequences(states) if part.start < part.stop]
+    for number in range(max((part.stop - part.start for _, part in spans), default=0)):
+        found = [(part.start + number, slot) for slot, part in spans if part.start + number < part.stop]
+        rows, slots = torch.tensor(found).unbind(1)
+        yield rows, slots
+
+
+def mapped(function: Callable[[Tensor], Tensor], x: Tensor, *, fixed: bool) -> Tensor:
+    """Return the function of each number. If `fixed`, its bits depend on the number alone: torch computes those behind
+    the last whole vector of a thread with other instructions, so each thread gets whole vectors.
+    """
+    if not fixed:
+        return function(x)
+    whole = F.pad(x.reshape(-1), (0, -x.numel() % VECTORS))
+    return torch.cat([function(piece) for piece in whole.split(PIECE)])[: x.numel()].view(x.shape)
 
 
 class CausalConv:
@@ -43,7 +66,7 @@ class CausalConv:
             rows = torch.cat((tails[states.index], x[:, None]), 1)
             tails[states.index] = rows[:, 1:]
             return self._mixed(rows.transpose(0, 1), 1)[0]
-        out = torch.empty_like(x)
+        out = torch.zeros_like(x)
         for slot, part in sequences(states):
             rows = torch.cat((tails[slot], x[part]))
             tails[slot] = rows[len(rows) - before :]

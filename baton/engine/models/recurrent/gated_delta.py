@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from baton.engine.models.llama import Parts, Step
-from baton.engine.models.recurrent.conv import CausalConv, sequences
+from baton.engine.models.recurrent.conv import CausalConv, mapped, sequences, waves
 from baton.engine.models.recurrent.spec import GatedDeltaSpec
 
 CHUNK = 64
@@ -34,6 +34,15 @@ class _Rows(NamedTuple):
 
     def part(self, begin: int, end: int) -> _Rows:
         return _Rows(*(each[:, begin:end] for each in self))
+
+    def chunk(self, begin: int, end: int) -> _Rows:
+        """Return a whole chunk in memory of its own, where tokens from `end` on change nothing."""
+        found = _Rows(*(each[:, begin : begin + CHUNK].clone(memory_format=torch.contiguous_format) for each in self))
+        found.decay[:, end - begin :] = found.beta[:, end - begin :] = 0
+        return found
+
+    def at(self, rows: Tensor) -> _Rows:
+        return _Rows(*(each[:, rows] for each in self))
 
 
 class GatedDelta:
@@ -66,16 +75,17 @@ class GatedDelta:
         take, rows, spec = step.scratch.take, len(x), self.spec
         inputs = self.inputs(x, take("delta_inputs", rows, self.inputs.width))
         rates = self.rates(x, take("delta_rates", rows, self.rates.width)).float()
-        mixed = F.silu(self.conv(inputs[:, : spec.channels].float(), step.states))
-        found = self._recurrent(self._rows(mixed, rates), step)
+        fixed = step.states.fixed
+        mixed = mapped(F.silu, self.conv(inputs[:, : spec.channels].float(), step.states), fixed=fixed)
+        found = self._recurrent(self._rows(mixed, rates, fixed=fixed), step)
         normed = found * torch.rsqrt(found.pow(2).mean(-1, keepdim=True) + spec.eps) * self.norm
-        gate = F.silu(inputs[:, spec.channels :].float())
+        gate = mapped(F.silu, inputs[:, spec.channels :].float(), fixed=fixed)
         gated = take("delta_outputs", rows, spec.values).copy_(normed.view(rows, -1) * gate)
         return self.out(gated, take("delta", rows, self.out.width))
 
-    def _rows(self, mixed: Tensor, rates: Tensor) -> _Rows:
-        spec, beta = self.spec, rates[:, : self.spec.value_heads].sigmoid()
-        decay = self.decay * F.softplus(rates[:, spec.value_heads :] + self.dt)
+    def _rows(self, mixed: Tensor, rates: Tensor, *, fixed: bool) -> _Rows:
+        spec, beta = self.spec, mapped(torch.sigmoid, rates[:, : self.spec.value_heads], fixed=fixed)
+        decay = self.decay * mapped(F.softplus, rates[:, spec.value_heads :] + self.dt, fixed=fixed)
         query, key, value = torch.split(mixed, [spec.keys, spec.keys, spec.values], dim=-1)
         query, key = (self._heads(each) for each in (query, key))
         value = value.view(len(mixed), spec.value_heads, -1).transpose(0, 1)
@@ -92,24 +102,37 @@ class GatedDelta:
         assert step.states is not None
         spec, states = self.spec, step.states
         memory = states.memory[:, self.part].view(-1, spec.value_heads, spec.key_dim, spec.value_dim)
-        if states.single:
+        if states.single and not states.fixed:
             out, memory[states.index] = _token(rows, memory[states.index])
             return out
-        out = torch.empty_like(rows.value)
+        out = torch.zeros_like(rows.value)
+        if states.fixed and not states.on_grid:
+            for index, slots in waves(states):
+                read, memory[slots] = _token(rows.at(index), memory[slots], fixed=True)
+                out[:, index] = read.transpose(0, 1)
+            return out.transpose(0, 1).contiguous()
         for slot, part in sequences(states):
             for begin in range(part.start, part.stop, CHUNK):
                 end = min(begin + CHUNK, part.stop)
-                out[:, begin:end], memory[slot] = _chunk(rows.part(begin, end), memory[slot])
+                chunk = rows.chunk(begin, end) if states.fixed else rows.part(begin, end)
+                read, memory[slot] = _chunk(chunk, memory[slot].clone() if states.fixed else memory[slot])
+                out[:, begin:end] = read[:, : end - begin]
         return out.transpose(0, 1).contiguous()
 
 
-def _token(rows: _Rows, states: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what one token of each sequence reads, [N, heads, value_dim], and their states [N, heads, ...]."""
+def _token(rows: _Rows, states: Tensor, *, fixed: bool = False) -> tuple[Tensor, Tensor]:
+    """Return what one token of each sequence reads, [N, heads, value_dim], and their states [N, heads, ...]. If
+    `fixed`, bits do not depend on N, which those of products of matrices may.
+    """
     query, key, value, decay, beta = (each.transpose(0, 1) for each in rows)
-    states = states * decay.exp()[..., None, None]
-    written = (value - (key[:, :, None] @ states)[:, :, 0]) * beta[..., None]
+    states = states * mapped(torch.exp, decay, fixed=fixed)[..., None, None]
+    written = (value - _read(key, states, fixed=fixed)) * beta[..., None]
     states += key[..., None] * written[:, :, None]
-    return (query[:, :, None] @ states)[:, :, 0], states
+    return _read(query, states, fixed=fixed), states
+
+
+def _read(rows: Tensor, states: Tensor, *, fixed: bool) -> Tensor:
+    return (rows[..., None] * states).sum(-2) if fixed else (rows[:, :, None] @ states)[:, :, 0]
 
 
 def _chunk(rows: _Rows, state: Tensor) -> tuple[Tensor, Tensor]:

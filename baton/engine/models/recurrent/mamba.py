@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from baton.engine.models.llama import Parts, Step
-from baton.engine.models.recurrent.conv import CausalConv, sequences
+from baton.engine.models.recurrent.conv import CausalConv, mapped, sequences, waves
 from baton.engine.models.recurrent.spec import MambaSpec
 
 CHUNK = 64
@@ -33,6 +33,15 @@ class _Rows(NamedTuple):
 
     def part(self, begin: int, end: int) -> _Rows:
         return _Rows(*(each[:, begin:end] for each in self))
+
+    def chunk(self, begin: int, end: int) -> _Rows:
+        """Return a whole chunk in memory of its own, where tokens from `end` on change nothing."""
+        found = _Rows(*(each[:, begin : begin + CHUNK].clone(memory_format=torch.contiguous_format) for each in self))
+        found.decay[:, end - begin :] = found.dt[:, end - begin :] = 0
+        return found
+
+    def at(self, rows: Tensor) -> _Rows:
+        return _Rows(*(each[:, rows] for each in self))
 
 
 class Mamba:
@@ -57,20 +66,21 @@ class Mamba:
         take, count, spec = step.scratch.take, len(x), self.spec
         inputs = self.inputs(x, take("mamba_inputs", count, self.inputs.width))
         gate, mixed, dt = torch.split(inputs, [spec.inner, spec.channels, spec.heads], dim=-1)
-        rows = self._rows(F.silu(self.conv(mixed.float(), step.states)), dt.float())
+        fixed = step.states.fixed
+        rows = self._rows(mapped(F.silu, self.conv(mixed.float(), step.states), fixed=fixed), dt.float(), fixed=fixed)
         found = (self._recurrent(rows, step) + rows.x.transpose(0, 1) * self.skip[:, None]).reshape(count, -1)
-        grouped = (found * F.silu(gate.float())).view(count, spec.groups, -1)
+        grouped = (found * mapped(F.silu, gate.float(), fixed=fixed)).view(count, spec.groups, -1)
         normed = (grouped * torch.rsqrt(grouped.pow(2).mean(-1, keepdim=True) + spec.eps)).view(count, -1) * self.norm
         return self.out(take("mamba_outputs", count, spec.inner).copy_(normed), take("delta", count, self.out.width))
 
-    def _rows(self, mixed: Tensor, dt: Tensor) -> _Rows:
+    def _rows(self, mixed: Tensor, dt: Tensor, *, fixed: bool) -> _Rows:
         spec, count = self.spec, len(mixed)
         x, write, read = torch.split(mixed, [spec.inner, *[spec.groups * spec.states] * 2], dim=-1)
         each = spec.heads // spec.groups
         write, read = (
             part.view(count, spec.groups, -1).repeat_interleave(each, dim=1).transpose(0, 1) for part in (write, read)
         )
-        dt = F.softplus(dt + self.dt).clamp(*spec.limits)
+        dt = mapped(F.softplus, dt + self.dt, fixed=fixed).clamp(*spec.limits)
         return _Rows(x.view(count, spec.heads, -1).transpose(0, 1), write, read, dt.t(), (dt * self.decay).t())
 
     def _recurrent(self, rows: _Rows, step: Step) -> Tensor:
@@ -78,23 +88,32 @@ class Mamba:
         assert step.states is not None
         spec, states = self.spec, step.states
         memory = states.memory[:, self.part].view(-1, spec.heads, spec.head_dim, spec.states)
-        if states.single:
+        if states.single and not states.fixed:
             out, memory[states.index] = _token(rows, memory[states.index])
             return out
-        out = torch.empty_like(rows.x)
+        out = torch.zeros_like(rows.x)
+        if states.fixed and not states.on_grid:
+            for index, slots in waves(states):
+                found, memory[slots] = _token(rows.at(index), memory[slots], fixed=True)
+                out[:, index] = found.transpose(0, 1)
+            return out.transpose(0, 1)
         for slot, part in sequences(states):
             for begin in range(part.start, part.stop, CHUNK):
                 end = min(begin + CHUNK, part.stop)
-                out[:, begin:end], memory[slot] = _chunk(rows.part(begin, end), memory[slot])
+                chunk = rows.chunk(begin, end) if states.fixed else rows.part(begin, end)
+                found, memory[slot] = _chunk(chunk, memory[slot].clone() if states.fixed else memory[slot])
+                out[:, begin:end] = found[:, : end - begin]
         return out.transpose(0, 1)
 
 
-def _token(rows: _Rows, states: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what one token of each sequence reads, [N, heads, head_dim], and their states [N, heads, ...]."""
+def _token(rows: _Rows, states: Tensor, *, fixed: bool = False) -> tuple[Tensor, Tensor]:
+    """Return what one token of each sequence reads, [N, heads, head_dim], and their states [N, heads, ...]. If `fixed`,
+    bits do not depend on N, which those of products of matrices may.
+    """
     x, write, read, dt, decay = (each.transpose(0, 1) for each in rows)
-    states = states * decay.exp()[..., None, None]
+    states = states * mapped(torch.exp, decay, fixed=fixed)[..., None, None]
     states += (x * dt[..., None])[..., None] * write[:, :, None]
-    return (states @ read[..., None])[..., 0], states
+    return (states * read[:, :, None]).sum(-1) if fixed else (states @ read[..., None])[..., 0], states
 
 
 def _chunk(rows: _Rows, state: Tensor) -> tuple[Tensor, Tensor]:
