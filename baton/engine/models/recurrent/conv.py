@@ -45,7 +45,7 @@ def mapped(function: Callable[[Tensor], Tensor], x: Tensor, *, fixed: bool) -> T
     if not fixed:
         return function(x)
     whole = F.pad(x.reshape(-1), (0, -x.numel() % VECTORS))
-    return torch.cat([function(piece) for piece in whole.split(PIECE)])[: x.numel()].view(x.shape)
+    return torch.cat([function(piece) for piece in torch.split(whole, PIECE)])[: x.numel()].view(x.shape)
 
 
 class CausalConv:
