@@ -56,7 +56,7 @@ def _profile_passes(settings: WorkerSettings) -> dict[str, object]:
     """Measure verify passes. The model is loaded anew, with the kernels that workers will choose."""
     backend, path, console = load_backend(settings), passes_path(settings), Console(stderr=True)
     if backend.layout.state_size:
-        console.print("verify passes of models with recurrent layers are not measured: determinism.rows and its preset set them")
+        console.print("verify passes of models with recurrent layers are not measured; determinism.rows sets them")
         return {}
     try:
         passes = measure_passes(backend, settings.max_running)
