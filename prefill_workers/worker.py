@@ -152,6 +152,8 @@ class PrefillWorker(HandoffRole[PrefillJob]):
         self._attempts = Attempts()
         self._pusher: Pusher  # set by `attach`, before the first command
         stateful = info.thinking_chunk > 0 or info.layout.state_size > 0
+        if stateful:
+            log.info("prefix_fetch_off", reason="the KV of a prefix would come without its state")
         self.fetches = Fetches(engine, clock, fetch_s, self.fetch_ended, stateful=stateful)
         self.transfer_bytes, self.transport = 0, ""
 

@@ -89,6 +89,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "model_loading": (_BOTH, "progress, every few seconds"),
         "model_loaded": (_BOTH, "the model is in memory; `dtype`: of the KV; `backend`: native, or transformers X"),
         "old_cache_in_use": (_BOTH, "after a change of role the old KV cache is not freed; its memory stays in use"),
+        "prefix_fetch_off": (_PREFILL, "prefixes are computed, and not fetched from decode workers"),
         "model_loads_anew": (_BOTH, "the new role needs other weights"),
         "worker_ready": (_BOTH, "the worker is registered and serves"),
         "router_joined": (_BOTH, "a router opened its stream"),
