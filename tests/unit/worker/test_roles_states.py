@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core import HandoffId, Sampling, SequenceSpec
+from baton.engine.determinism.shapes import FixedShapes
 from baton.engine.engine import Engine
 from baton.engine.models.loading import load_model
 from baton.tokenizer import OracleTokenizer
@@ -38,10 +39,10 @@ def answer(backend):
 
 
 class Workers(Pair):
-    def __init__(self, backend):
+    def __init__(self, backend, **options):
         self.fingerprint = backend.fingerprint
-        self.prefill = PrefillSide(backend=backend, max_batched_tokens=11)
-        self.decode = DecodeSide(backend=backend)
+        self.prefill = PrefillSide(backend=backend, max_batched_tokens=11, **options)
+        self.decode = DecodeSide(backend=backend, **options)
 
     def begin(self, session, handoff=H, spec=None, **_):
         self.decode.take(session, reserve(handoff, len(spec), fingerprint=self.fingerprint))
@@ -112,6 +113,20 @@ def test_a_next_attempt_recomputes_the_state(router, workers, answer, said):
     workers.begin(router, H, spec_of(known=tuple(answer[:said])))
     workers.finish()
     assert tokens_of(router) == answer[said:]
+
+
+@pytest.mark.parametrize("said", [0, 1, 5])
+def test_a_deterministic_request_has_the_bits_of_one_engine(router, backend, said):
+    shapes = FixedShapes(2, 16)
+    spec = replace(spec_of(deterministic=True), sampling=replace(spec_of().sampling, temperature=0.9, seed=4))
+    engine = Engine(backend, OracleTokenizer(), total_blocks=40, shapes=shapes)
+    expected = list(generate(engine, spec).tokens)
+    workers = Workers(backend, shapes=shapes)
+    workers.begin(router, H, replace(spec, known=tuple(ids(expected[:said]))))
+    workers.finish()
+    found = {token.index: (token.token_id, token.logprobs) for token in router.tokens(H)}
+    assert [found[index] for index in sorted(found)] == [(each.token_id, each.logprobs) for each in expected[said:]]
+    assert workers.decode.engine.counters.prefill_tokens == 0
 
 
 def test_a_decode_worker_computes_a_prompt_alone(router, workers, answer):
