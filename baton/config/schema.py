@@ -216,11 +216,12 @@ class PrefillConfig(PoolConfig):
 class DecodeConfig(PoolConfig):
     """The pool of decode workers."""
 
-    speculation: Annotated[str, Field(pattern=r"^(off|auto|ngram|draft:.+)$")] = Field(
+    speculation: Annotated[str, Field(pattern=r"^(off|auto|ngram|mtp|draft:.+)$")] = Field(
         default="off",
         description="proposals of next tokens, which one step checks together, on a CPU: ngram continues earlier places"
-        " of a request's own text, draft:PATH asks a small model with the same tokenizer, auto means ngram where steps"
-        " with proposals round like those without; streams stay the same",
+        " of a request's own text, mtp asks the layer for multi-token prediction of a DeepSeek V3 checkpoint,"
+        " draft:PATH asks a small model with the same tokenizer, auto means ngram where steps with proposals round like"
+        " those without; streams stay the same",
     )
 
 

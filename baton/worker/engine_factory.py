@@ -38,7 +38,7 @@ from baton.home import baton_home
 from baton.model_hub import model_folder
 from baton.tokenizer import ORACLE_MODEL, load_tokenizer
 from baton.worker.settings import WorkerSettings, located
-from baton.worker.speculation_choice import reserved, speculation_of
+from baton.worker.speculation_choice import MTP, predicts, reserved, speculation_of
 
 if TYPE_CHECKING:
     from baton.engine.models.checkpoint import LoadProgress
@@ -215,6 +215,7 @@ def load_backend(settings: WorkerSettings) -> ModelBackend:
     """
     device = pick_device(settings.device, f"{settings.role.value}.device")
     _check_ranks(settings)
+    predicting = predicts(settings, device)
     if settings.model_path == ORACLE_MODEL:
         if settings.kv_dtype != "auto":
             raise ConfigError(f"model.kv_dtype: {settings.kv_dtype} is not supported for the oracle; use auto")
@@ -234,7 +235,7 @@ def load_backend(settings: WorkerSettings) -> ModelBackend:
     check_thinking(settings, chunk)
     loading = LoadingLog(settings.model_path)
     if settings.tensor_parallel == 1:
-        load: Callable[..., ModelBackend] = partial(load_model, thinking=settings.thinking_prefill)
+        load: Callable[..., ModelBackend] = partial(load_model, thinking=settings.thinking_prefill, predicts=predicting)
     else:
         load = partial(load_sharded, ranking=Ranking(settings.tensor_parallel, settings.threads, _ranks_key(settings)))
     backend = load(
@@ -256,6 +257,7 @@ def _load_fallback(settings: WorkerSettings, folder: Path, device: str) -> Model
     """Load a model into transformers. Raises ConfigError for a setting that only native families support."""
     given: dict[str, str] = {"model.quantize": settings.quantize, "model.kv_dtype": settings.kv_dtype}
     given[_ranks_key(settings)] = str(settings.tensor_parallel)
+    given["decode.speculation"] = settings.speculation if settings.speculation == MTP else "none"
     for key, value in given.items():
         if value not in {"none", "auto", "1"}:
             raise ConfigError(f"{key}: {value} is not supported for {folder}, which runs in transformers")

@@ -38,6 +38,7 @@ from baton.worker.engine_factory import (
 from baton.worker.lifecycle import Ready, run_incarnation
 from baton.worker.role import Factories, RoleFactory
 from baton.worker.settings import WorkerSettings, of_both_roles
+from baton.worker.speculation_choice import MTP
 
 log = structlog.get_logger(__name__)
 _MODEL = ("backend", "dtype", "quantize", "kv_dtype", "thinking_prefill")
@@ -97,6 +98,8 @@ def reasons_to_load(before: WorkerSettings, after: WorkerSettings) -> list[str]:
     found = list(zip(_LOADED, _LOADED_OF(before), _LOADED_OF(after), strict=True))
     if after.tensor_parallel > 1:
         found.append(("block_size", block_size_of(before), block_size_of(after)))
+    if after.speculation == MTP:  # its layer is a part of the load
+        found.append(("speculation", before.speculation, MTP))
     return [f"{name}: {left}, {right}" for name, left, right in found if left != right]
 
 

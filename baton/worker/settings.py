@@ -47,7 +47,7 @@ class WorkerSettings:
     transfer: TransferSettings
     shapes: FixedShapes = field(default_factory=FixedShapes)
     auto_rows: bool = False  # rows of verify passes come from measurements
-    speculation: str = "off"  # of a decode worker: auto, ngram, or draft: and a path
+    speculation: str = "off"  # of a decode worker: auto, ngram, mtp, or draft: and a path
     thinking_prefill: Literal["auto", "fast", "sequential", "off"] = "auto"
     history: str | None = None  # a folder
     tls: TlsConfig | None = None

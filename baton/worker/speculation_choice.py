@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
 import structlog
 
@@ -13,13 +14,18 @@ from baton.engine.model_backend import ModelBackend
 from baton.engine.speculation.checks import EqualRows, equal_rows
 from baton.engine.speculation.draft import DraftModel
 from baton.engine.speculation.forwards import SpeculationOptions
+from baton.engine.speculation.proposer import Proposer
 from baton.engine.speculation.suffix_index import NgramProposer
 from baton.errors import ConfigError
 from baton.hashing import fingerprint
-from baton.tokenizer import load_tokenizer
+from baton.tokenizer import ORACLE_MODEL, load_tokenizer
 from baton.worker.settings import WorkerSettings
 
-KEY, DRAFT = "decode.speculation", "draft:"
+if TYPE_CHECKING:
+    from baton.engine.models.loading import TransformerBackend
+
+KEY, DRAFT, MTP = "decode.speculation", "draft:", "mtp"
+ON_GPU = "steps on a GPU are launched before the tokens of the step before are known"
 ROUNDING_ROWS = 16  # of a step where rows round differently, and the cluster file wants speculation all the same
 log = structlog.get_logger(__name__)
 
@@ -47,8 +53,7 @@ def speculation_of(
     if found is None:
         log.warning("speculation_rounds", rows=ROUNDING_ROWS)
         found = EqualRows(min(ROUNDING_ROWS, settings.max_batched_tokens), fixed=False)
-    _, _, path = wanted.partition(DRAFT)
-    drafter = draft_of(settings, path, backend, load) if path else NgramProposer()
+    drafter = drafter_of(settings, backend, load)
     log.info("speculation_on", drafter=drafter.name, rows=found.rows, fixed=found.fixed)
     exact_rows = shapes.exact_rows if shapes else 0
     return SpeculationOptions(drafter, found.rows, found.fixed, exact_rows, deterministic=found.deterministic)
@@ -62,6 +67,40 @@ def reserved(settings: WorkerSettings, speculation: SpeculationOptions | None, b
         text = f"the KV of {settings.speculation} leaves room for {room} tokens, but model.max_model_len is {wanted}"
         raise ConfigError(f"{KEY}: {text}; set a larger decode.kv_memory or a smaller max_model_len")
     return left
+
+
+def drafter_of(
+    settings: WorkerSettings, backend: ModelBackend, load: Callable[[WorkerSettings], ModelBackend]
+) -> Proposer:
+    """Return the drafter of the cluster file. `load_backend` loaded the layer of `mtp`, or refused the setting."""
+    _, _, path = settings.speculation.partition(DRAFT)
+    if path:
+        return draft_of(settings, path, backend, load)
+    if settings.speculation != MTP:
+        return NgramProposer()
+    from baton.engine.speculation.prediction import PredictionModel  # the oracle needs no transformer
+
+    head = getattr(backend, "prediction", None)
+    assert head is not None
+    return PredictionModel(cast("TransformerBackend", backend), head)
+
+
+def predicts(settings: WorkerSettings, device: str) -> bool:
+    """Return whether the model is loaded with its layer for multi-token prediction. Raises ConfigError if `mtp` is not
+    possible with these settings.
+    """
+    if settings.speculation != MTP:
+        return False
+    ranks, found = settings.tensor_parallel, ""
+    if settings.model_path == ORACLE_MODEL:
+        found = "the oracle has no layer for multi-token prediction"
+    if ranks > 1:
+        found = f"decode.tensor_parallel is {ranks}, and the layer for multi-token prediction needs 1"
+    if device != "cpu":
+        found = ON_GPU
+    if found:
+        raise ConfigError(f"{KEY}: {MTP} is not possible: {found}; use off or auto")
+    return True
 
 
 def draft_of(
@@ -84,7 +123,7 @@ def draft_of(
 def unsupported(backend: ModelBackend) -> str:
     """Return why steps of this model on this device cannot have proposals, or ""."""
     if backend.device.type != "cpu":
-        return "steps on a GPU are launched before the tokens of the step before are known"
+        return ON_GPU
     if backend.thinker is not None:
         return "the model thinks while it reads, and a thought cannot be taken back"
     return "the states of its recurrent layers cannot be taken back" if backend.layout.state_size else ""

@@ -30,7 +30,7 @@ THERE = {
     "--quantization": "--quantize int8 or int4; quantised checkpoints need no option",
     "-q": "--quantize int8 or int4; quantised checkpoints need no option",
     "--kv-cache-dtype": "--set model.kv_dtype=int8",
-    "--speculative-config": "--set decode.speculation=auto, ngram or draft:PATH",
+    "--speculative-config": "--set decode.speculation=auto, ngram, mtp or draft:PATH",
     "--kv-transfer-config": "not needed: prefill and decode are separate already; --set transfer.transport=NAME",
     "--ssl-certfile": "--set security.tls=FOLDER",
     "--ssl-keyfile": "--set security.tls=FOLDER",

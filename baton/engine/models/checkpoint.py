@@ -204,9 +204,9 @@ class Checkpoint:
         self._bytes_done += taken.nbytes
         self._report()
 
-    def finish(self, unread: tuple[str, ...] = ()) -> str:
-        """Unmap the files, and return a digest of the tensors taken. Raises CheckpointError if other tensors exist,
-        except those with a name prefix in `unread`.
+    def finish(self, unread: tuple[str, ...] = (), apart: tuple[str, ...] = ()) -> str:
+        """Unmap the files, and return a digest of the tensors taken, except those with a name prefix in `apart`.
+        Raises CheckpointError if other tensors exist, except those with a name prefix in `unread`.
         """
         left = sorted(self._files.keys() - self._digests.keys())
         endings = ("rotary_emb.inv_freq", *(self._stored.unread if self._stored else ()))
@@ -215,7 +215,8 @@ class Checkpoint:
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
             raise CheckpointError(f"{self._files[left[0]]}: unexpected tensors: {', '.join(left[:3])}{more}")
         self._mapped.clear()
-        lines = "".join(f"{name}={self._digests[name]}\n" for name in sorted(self._digests))
+        named = sorted(name for name in self._digests if not name.startswith(apart))
+        lines = "".join(f"{name}={self._digests[name]}\n" for name in named)
         return xxhash.xxh3_128_hexdigest(lines.encode())
 
     def _list(self, file: Path) -> None:

@@ -127,12 +127,13 @@ class Decoder:
         self._has_kv = self.spec.has_kv
         self._by_reach = {spec.reach: spec for spec in self.spec.attention}
         self._temperature = next((spec.temperature for spec in self.spec.attention if spec.temperature), None)
+        self.hidden: Tensor  # [L, hidden]: rows behind the last norm, in the order of `logit_rows`; valid like logits
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: KVCache) -> Tensor:
         """Write K and V to `kv`. Returns logits of `logit_rows`, float32 [L, vocab], valid until the next forward."""
         self.kernels.begin(batch)
-        step = self._step(batch, kv.layout.block_size)
+        step = self.step_of(batch, kv.layout.block_size)
         x = self.scratch.take("x", len(batch.token_ids), self.config.hidden_size)
         torch.index_select(self.embed, 0, batch.token_ids, out=x)
         if self.embedding_scale is not None:
@@ -156,7 +157,8 @@ class Decoder:
         if number == self.config.thinking.output_layer and thinking.rows is not None:
             thinking.hidden = x[thinking.rows] + delta[thinking.rows]
 
-    def _step(self, batch: Batch, block_size: int) -> Step:
+    def step_of(self, batch: Batch, block_size: int) -> Step:
+        """Return the state that all layers share in a forward of this batch."""
         rotations = tuple(rotary(batch.positions) for rotary in self.rotaries)
         if self.config.latent is not None:
             return deepseek.latent_step(self.config, self.kernels, batch, block_size, rotations, self.scratch)
@@ -180,10 +182,58 @@ class Decoder:
 
     def _logits(self, x: Tensor, rows: Tensor) -> Tensor:
         last = torch.index_select(x, 0, rows, out=self.scratch.take("last", len(rows), x.shape[1]))
-        normed, head = self.norm(last, self.scratch.take("normed", *last.shape)), self.spec.head
-        logits = self.head(normed, self.scratch.take("logits", len(rows), self.head.width, torch.float32))
+        normed = self.hidden = self.norm(last, self.scratch.take("normed", *last.shape))
+        return self.logits_of(normed)
+
+    def logits_of(self, normed: Tensor) -> Tensor:
+        """Return the logits of rows [L, hidden] behind a last norm: float32 [L, vocab], in reused memory."""
+        head = self.spec.head
+        logits = self.head(normed, self.scratch.take("logits", len(normed), self.head.width, torch.float32))
         if head.scale != 1.0:
             logits.mul_(head.scale)
         if head.soft_cap is not None:
             logits.div_(head.soft_cap).tanh_().mul_(head.soft_cap)
         return logits
+
+
+class PredictionHead:
+    """The first layer for multi-token prediction of a DeepSeek-V3 checkpoint (arXiv 2412.19437, section 2.2).
+
+        x_i = eh_proj([enorm(embed(t_(i+1))), hnorm(h_i)])      h_i: the row behind the last norm, as in vLLM and SGLang
+        h'_i = shared_head.norm(layer(x_i))                     logits of t_(i+2): head(h'_i)
+
+    Embedding and head are those of the model. Its copies of them in the checkpoint are not read.
+    """
+
+    def __init__(self, model: Decoder, parts: Parts) -> None:
+        config, name = model.config, head_prefix(model.config)
+        hidden, norm, experts = config.hidden_size, config.spec.norm, config.spec.experts
+        self.model = model
+        if experts is not None:  # of this layer alone
+            sparse = f"{name}{config.spec.names.mlp}.{config.spec.names.router}.weight" in parts.weights.checkpoint
+            config = replace(config, spec=replace(config.spec, experts=replace(experts, sparse=(sparse,))))
+        self.enorm, self.hnorm = (parts.norm(f"{name}{part}", hidden, norm) for part in ("enorm", "hnorm"))
+        self.projection = parts.whole(f"{name}eh_proj", hidden, 2 * hidden, bias=False)
+        self.layer = Layer(config, parts, config.spec.attention[-1], 0, name.removesuffix("."))
+        self.norm = parts.norm(f"{name}shared_head.norm", hidden, norm)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, hidden: Tensor, kv: KVCache) -> tuple[Tensor, Tensor]:
+        """Compute rows of tokens t_(i+1) and `hidden` h_i [N, hidden]. Write the one layer of `kv`. Return logits,
+        float32 [L, vocab], and h' [L, hidden] of `logit_rows`. The next forward of model or head overwrites both.
+        """
+        model, size = self.model, (len(batch.token_ids), self.model.config.hidden_size)
+        model.kernels.begin(batch)
+        take, step = model.scratch.take, model.step_of(batch, kv.layout.block_size)
+        x = torch.index_select(model.embed, 0, batch.token_ids, out=take("x", *size))
+        pair = self.enorm(x, take("normed", *size)), self.hnorm(hidden, take("hidden_normed", *size))
+        x = self.projection(torch.cat(pair, dim=1), x)
+        x.add_(self.layer(x, None, step, kv.k[0], kv.v[0]))
+        last = x[batch.logit_rows]
+        normed = self.norm(last, take("normed", *last.shape))
+        return model.logits_of(normed), normed
+
+
+def head_prefix(config: ModelConfig) -> str:
+    """Return the name prefix of the head's tensors."""
+    return f"{config.spec.names.layers}.{config.layers}."

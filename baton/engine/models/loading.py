@@ -21,7 +21,7 @@ from baton.engine.kernels.select import block_copy, choose_kernels
 from baton.engine.kv_cache import DTYPES, KVCache, exposed_memory
 from baton.engine.models.checkpoint import Checkpoint, Progress, Weights
 from baton.engine.models.config import ModelConfig, chosen_dtype, read_config
-from baton.engine.models.decoder import Decoder
+from baton.engine.models.decoder import Decoder, PredictionHead, head_prefix
 from baton.engine.models.llama import Parts
 from baton.engine.models.thinking import Mode, Thinker
 from baton.errors import CheckpointError, ConfigError
@@ -44,6 +44,7 @@ class TransformerBackend:
     model: Decoder
     nondeterminism: str = ""
     thinker: Thinker | None = None
+    prediction: PredictionHead | None = None  # proposes tokens; no part of the fingerprint
 
     def forward(self, batch: Batch, kv: KVCache) -> torch.Tensor:
         return self.model.forward(batch, kv)
@@ -96,11 +97,13 @@ def load_model(  # noqa: PLR0913  (all but one have a default)
     thinking: Mode = "auto",
     quantize: Quantize = "none",
     kv_dtype: KVDtype = "auto",
+    predicts: bool = False,
 ) -> TransformerBackend:
     """Load a Hugging Face checkpoint. `split` loads one rank's part, with layout and fingerprint of the whole model.
     `dtype` auto means the checkpoint's dtype, or float32 for float16. `quantize` rounds the weights of linear layers.
-    `max_model_len` None means max_position_embeddings. Raises CheckpointError with the file, key or tensor if the
-    folder cannot be served, and ConfigError if `dtype` or `max_model_len` is invalid.
+    `max_model_len` None means max_position_embeddings. `predicts` also loads the layer for multi-token prediction.
+    Raises CheckpointError with the file, key or tensor if the folder cannot be served, and ConfigError if `dtype` or
+    `max_model_len` is invalid, or the layer is missing.
     """
     if dtype not in DTYPE_CHOICES:
         raise ConfigError(f"model.dtype must be one of {', '.join(DTYPE_CHOICES)}, got {dtype!r}")
@@ -112,13 +115,15 @@ def load_model(  # noqa: PLR0913  (all but one have a default)
     length = _max_model_len(config, max_model_len)
     named = split is None or split.names_the_model
     checkpoint = Checkpoint(folder, progress, digests=named, stored=config.quantised, packs=device.type == "cpu")
+    if predicts:
+        _check_prediction(config, checkpoint)
     dtype = chosen_dtype(config, dtype, _stored_dtype(config, checkpoint))
     kernels = choose_kernels(device, DTYPES[dtype], attention_splits)
     if split is None:
         part, parts = config, Parts(Weights(checkpoint, DTYPES[dtype], device), kernels)
     else:
         part, parts = split.config(config), split.parts(checkpoint, DTYPES[dtype], device, kernels)
-    model, thinker = _with_weights(part, replace(parts, quantize=quantize), thinking)
+    model, thinker, prediction = _with_weights(part, replace(parts, quantize=quantize), thinking, predicts=predicts)
     _log_widened(checkpoint, config, dtype)
     layout = _layout(config, block_size, dtype if kv_dtype == "auto" else kv_dtype)
     name = _fingerprint(checkpoint, config, dtype, layout, quantize)
@@ -132,6 +137,7 @@ def load_model(  # noqa: PLR0913  (all but one have a default)
         model=model,
         nondeterminism=_nondeterminism(config),
         thinker=thinker,
+        prediction=prediction,
     )
 
 
@@ -175,7 +181,8 @@ def _check_kv(config: ModelConfig, kv_dtype: KVDtype, device: torch.device) -> N
 def _fingerprint(checkpoint: Checkpoint, config: ModelConfig, dtype: str, layout: KVLayout, quantize: Quantize) -> str:
     rounded: list[str] = [] if quantize == "none" else [quantize]
     rounded += [] if config.quantised is None else [config.quantised.summary]
-    return fingerprint((checkpoint.finish(config.unread), dtype, layout.wire, repr(config), *rounded))
+    digest = checkpoint.finish(config.unread, apart=(head_prefix(config),))
+    return fingerprint((digest, dtype, layout.wire, repr(config), *rounded))
 
 
 def _log_widened(checkpoint: Checkpoint, config: ModelConfig, dtype: str) -> None:
@@ -185,12 +192,22 @@ def _log_widened(checkpoint: Checkpoint, config: ModelConfig, dtype: str) -> Non
         log.info("weights_widened", layers=", ".join(kinds), format=config.quantised.summary, dtype=dtype)
 
 
-def _with_weights(config: ModelConfig, parts: Parts, thinking: Mode) -> tuple[Decoder, Thinker | None]:
+def _check_prediction(config: ModelConfig, checkpoint: Checkpoint) -> None:
+    name = f"{head_prefix(config)}eh_proj.weight"
+    if not (config.latent and config.unread_layers and name in checkpoint):
+        text = f"{checkpoint.folder} has no layer for multi-token prediction of DeepSeek V3 ({name})"
+        raise ConfigError(f"decode.speculation: mtp is not possible: {text}; use off, ngram or draft:PATH")
+
+
+def _with_weights(
+    config: ModelConfig, parts: Parts, thinking: Mode, *, predicts: bool
+) -> tuple[Decoder, Thinker | None, PredictionHead | None]:
     with closing(parts.weights):
         model = Decoder(config, parts)
         thinker = None if config.thinking is None else Thinker(config, parts, model.embed, thinking)
+        prediction = PredictionHead(model, parts) if predicts else None
         parts.weights.settle()
-    return model, thinker
+    return model, thinker, prediction
 
 
 def _nondeterminism(config: ModelConfig) -> str:

@@ -14,8 +14,10 @@ from dataclasses import replace
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from baton.core import KVLayout
+from baton.engine.batch import Batch
 from baton.engine.determinism.checks import FixedRow, fixed_batch
 from baton.engine.kernels.select import fused_draw
 from baton.engine.kv_cache import KVCache
@@ -46,6 +48,16 @@ class DraftSource(Source):
         """Number of known tokens without KV."""
         return len(self.tokens) - self.computed
 
+    @property
+    def places(self) -> int:
+        """Number of entries of the cache that the known tokens need."""
+        return len(self.tokens)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the last step computed the row of the next draw."""
+        return not self.unread
+
     def settle(self) -> None:
         """Forget the positions whose tokens were rejected."""
         right = 0
@@ -74,6 +86,7 @@ class DraftModel(Proposer):
     """The small model of one engine. Call `reserve` before the first proposal."""
 
     name, cheap = "draft", False
+    kind = DraftSource
 
     def __init__(self, backend: ModelBackend) -> None:
         self.backend = backend
@@ -89,7 +102,7 @@ class DraftModel(Proposer):
         return blocks
 
     def begin(self, tokens: Sequence[int], row: Row) -> DraftSource:
-        source = DraftSource(tokens, row, self.backend.max_model_len)
+        source = self.kind(tokens, row, self.backend.max_model_len)
         weakref.finalize(source, self._free.extend, source.blocks)
         return source
 
@@ -103,7 +116,7 @@ class DraftModel(Proposer):
         while ready:
             drawn = iter(self._step([source for source, _ in ready], found))
             for source, _ in ready:
-                if source.computed >= len(source.tokens) and (token := next(drawn)) is not None:
+                if source.is_read and (token := next(drawn)) is not None:
                     found.setdefault(id(source), []).append(token)
             rounds += 1  # a sequence without a draw, because its logits are not finite, proposes no more
             ready = [(s, count) for s, count in ready if rounds == len(found.get(id(s), ())) < count]
@@ -123,7 +136,7 @@ class DraftModel(Proposer):
         if reading:
             self._step(reading, {})
 
-    def _step(self, sources: list[DraftSource], found: dict[int, list[int]]) -> list[int | None]:
+    def _step(self, sources: Sequence[DraftSource], found: dict[int, list[int]]) -> list[int | None]:
         """Compute the next tokens of each sequence. Return draws for those that have no known token left."""
         rows = list[FixedRow]()
         for source in sources:
@@ -131,21 +144,29 @@ class DraftModel(Proposer):
             new = [*source.tokens[source.computed : source.computed + SLICE], *ahead[-1:]]
             rows.append(FixedRow(new, source.computed, source.blocks))
             source.computed += len(new)
+        drawing = [at for at, source in enumerate(sources) if source.is_read]
+        logits = self.backend.forward(self.batch_of(rows, drawing), self._kv)
+        return self.drawn(logits, [sources[at] for at in drawing], found)
+
+    def batch_of(self, rows: Sequence[FixedRow], drawing: Sequence[int]) -> Batch:
+        """Return the batch of these rows, with logits for the last token of those whose numbers are in `drawing`."""
         ends = list(accumulate(len(row.tokens) for row in rows))
         width = max(len(row.blocks) for row in rows)
         padded = [row._replace(blocks=row.blocks + [0] * (width - len(row.blocks))) for row in rows]
-        drawing = [at for at, source in enumerate(sources) if source.computed >= len(source.tokens)]
         wanted = [ends[at] - 1 for at in drawing]
         batch = fixed_batch(padded, wanted, self.backend.layout.block_size, self.backend.device)
-        logits = self.backend.forward(replace(batch, fixed=False), self._kv)
-        noises = [sources[at].noise(len(found.get(id(sources[at]), []))) for at in drawing]
+        return replace(batch, fixed=False)
+
+    def drawn(self, logits: Tensor, sources: Sequence[DraftSource], found: dict[int, list[int]]) -> list[int | None]:
+        """Return the draws from `logits` [len(sources), vocab] with the noise of each next position."""
+        noises = [source.noise(len(found.get(id(source), []))) for source in sources]
         return [each.token_id for each in self._sampler.sample(logits, noises)] if noises else []
 
     def _has_room(self, source: DraftSource, count: int, busy: list[DraftSource]) -> bool:
         """Return whether a sequence has blocks for its tokens and proposals. Takes those of idle sequences."""
         source.settle()
         self._used = [each for each in self._used if each() not in {None, source}] + [weakref.ref(source)]
-        missing = self.backend.layout.blocks_for(len(source.tokens) + count) - len(source.blocks)
+        missing = self.backend.layout.blocks_for(source.places + count) - len(source.blocks)
         for each in list(self._used):
             other = each()
             if len(self._free) < missing and other is not None and all(other is not one for one in busy):

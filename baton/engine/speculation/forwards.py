@@ -96,7 +96,8 @@ class Speculation:
             for item, request in zip(work, found, strict=True):
                 item.count, request.speculating = 1, None
         self._idle = 0 if any(item.count > 1 for item in work) else self._idle + 1
-        return self._options.fixed or self._idle % MEASURED == 0
+        follows = self._options.proposer.follows and not self._broken
+        return self._options.fixed or follows or self._idle % MEASURED == 0
 
     @torch.inference_mode()
     def compute(
@@ -113,7 +114,11 @@ class Speculation:
         with _extended(requests):
             tokens = [request.tokens for request in requests]
             batch = self._inputs.build(work, tokens, listener, fixed=fixed, every_row=True)
-        found = self._draws(work, requests, self._backend.forward(batch, kv))
+        logits = self._backend.forward(batch, kv)
+        if self._options.proposer.follows and not self._broken:
+            sources = [self._begun(request).source for request in requests]
+            self._try(partial(self._options.proposer.computed, sources, [item.count for item in work]))
+        found = self._draws(work, requests, logits)
         self._options.control.note_step(sum(item.count for item in work), monotonic() - began)
         return found
 

@@ -29,6 +29,7 @@ class Proposer(ABC):
 
     name: str
     cheap = True  # whether it may propose for one sequence at a time
+    follows = False  # whether it needs `computed`, so that speculative steps are better than ordinary ones
 
     def reserve(self, total_blocks: int, layout: KVLayout) -> int:
         """Take memory out of that of `total_blocks` KV blocks. Return the number of blocks that are left."""
@@ -42,6 +43,12 @@ class Proposer(ABC):
     def read(self, sources: Sequence[Source]) -> None:
         """Read some known tokens of the sequences of a step, if proposals need it."""
         del sources
+
+    def computed(self, sources: Sequence[Source], counts: Sequence[int]) -> None:
+        """Take what it needs of the forward that just ended: the last known token of each sequence and its proposals,
+        `counts[i]` rows together. Called before any of their draws.
+        """
+        del sources, counts
 
     @abstractmethod
     def propose(self, sources: Sequence[Source], counts: Sequence[int]) -> list[list[int]]:
