@@ -101,9 +101,8 @@ def load_model(  # noqa: PLR0913  (all but one have a default)
 ) -> TransformerBackend:
     """Load a Hugging Face checkpoint. `split` loads one rank's part, with layout and fingerprint of the whole model.
     `dtype` auto means the checkpoint's dtype, or float32 for float16. `quantize` rounds the weights of linear layers.
-    `max_model_len` None means max_position_embeddings. `predicts` also loads the layer for multi-token prediction.
-    Raises CheckpointError with the file, key or tensor if the folder cannot be served, and ConfigError if `dtype` or
-    `max_model_len` is invalid, or the layer is missing.
+    `max_model_len` None means max_position_embeddings. `predicts` loads the layer for multi-token prediction, too.
+    Raises CheckpointError (file, key or tensor), or ConfigError: wrong `dtype` or `max_model_len`, no such layer.
     """
     if dtype not in DTYPE_CHOICES:
         raise ConfigError(f"model.dtype must be one of {', '.join(DTYPE_CHOICES)}, got {dtype!r}")
@@ -112,17 +111,12 @@ def load_model(  # noqa: PLR0913  (all but one have a default)
         raise CheckpointError(f"{folder}: no such folder")
     config, device = read_config(folder), torch.device(device)
     _check(config, split, quantize, kv_dtype, device)
-    length = _max_model_len(config, max_model_len)
-    named = split is None or split.names_the_model
+    length, named = _max_model_len(config, max_model_len), split is None or split.names_the_model
     checkpoint = Checkpoint(folder, progress, digests=named, stored=config.quantised, packs=device.type == "cpu")
-    if predicts:
-        _check_prediction(config, checkpoint)
     dtype = chosen_dtype(config, dtype, _stored_dtype(config, checkpoint))
     kernels = choose_kernels(device, DTYPES[dtype], attention_splits)
-    if split is None:
-        part, parts = config, Parts(Weights(checkpoint, DTYPES[dtype], device), kernels)
-    else:
-        part, parts = split.config(config), split.parts(checkpoint, DTYPES[dtype], device, kernels)
+    source, part = (checkpoint, DTYPES[dtype], device), config if split is None else split.config(config)
+    parts = Parts(Weights(*source), kernels) if split is None else split.parts(*source, kernels)
     model, thinker, prediction = _with_weights(part, replace(parts, quantize=quantize), thinking, predicts=predicts)
     _log_widened(checkpoint, config, dtype)
     layout = _layout(config, block_size, dtype if kv_dtype == "auto" else kv_dtype)
@@ -202,6 +196,8 @@ def _check_prediction(config: ModelConfig, checkpoint: Checkpoint) -> None:
 def _with_weights(
     config: ModelConfig, parts: Parts, thinking: Mode, *, predicts: bool
 ) -> tuple[Decoder, Thinker | None, PredictionHead | None]:
+    if predicts:
+        _check_prediction(config, parts.weights.checkpoint)
     with closing(parts.weights):
         model = Decoder(config, parts)
         thinker = None if config.thinking is None else Thinker(config, parts, model.embed, thinking)

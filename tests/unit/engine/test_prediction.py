@@ -113,6 +113,16 @@ def test_a_head_is_no_part_of_the_fingerprint_and_is_needed(tmp_path):
         loaded(tmp_path)
 
 
+def test_a_quantised_model_has_a_quantised_layer(tmp_path):
+    reference, backend = Equations(*checkpoint(tmp_path, "v3")), loaded(tmp_path, quantize="int8")
+    engine, drafter = predicting(backend)
+    asked = spec_of(numbers(random.Random(2), 11), max_tokens=14)
+    right = generate(engine_of(backend, 100), asked)
+    assert [t.token_id for t in generate(engine, asked).tokens] == [t.token_id for t in right.tokens]
+    first = [(found[0], reference.proposals(tokens, 11, 1)[0]) for tokens, found in drafter.asked if found]
+    assert sum(mine == whole for mine, whole in first) >= len(first) * 0.6, "rounded weights change few proposals"
+
+
 class Watched(PredictionModel):
     """Keeps what it was asked and proposed, and the first row of each source."""
 

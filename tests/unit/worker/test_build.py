@@ -50,6 +50,7 @@ from baton.worker.speculation_choice import speculation_of
 from kvtransfer.transports.select import make_transports
 from tests.support.compiled_kernels import share_kernels
 from tests.support.time_factor import scaled
+from tests.unit.engine.test_prediction import checkpoint
 from tests.unit.model.checkpoints import LATENT, edit_config, thinking_checkpoint
 
 DEMO = Path(__file__).parents[3] / "models/demo"
@@ -313,7 +314,38 @@ def test_a_draft_shares_the_memory_and_needs_the_same_vocabulary(settings, tmp_p
         build_engine(settings(*sets, f"model.path={DEMO}", f"decode.speculation=draft:{tmp_path / 'other'}"))
 
 
-@pytest.mark.parametrize("wrong", ["yes", "draft:", "ngram:3"])
+@pytest.mark.parametrize(
+    ("sets", "reason"),
+    [
+        (("model.path=oracle",), "the oracle has no layer for multi-token prediction"),
+        ((f"model.path={DEMO}",), r".*demo has no layer for multi-token .* \(model.layers.*eh_proj.weight\); use off"),
+        ((f"model.path={DEMO}", "decode.tensor_parallel=2"), "decode.tensor_parallel is 2, .* needs 1; use off or"),
+        ((f"model.path={DEMO}", "decode.device=cuda:0"), "steps on a GPU are launched before .*; use off or auto"),
+    ],
+)
+def test_multi_token_prediction_is_refused_by_name_before_the_model_is_loaded(monkeypatch, settings, sets, reason):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("baton.engine.models.loading.Decoder", None)
+    monkeypatch.setattr("subprocess.Popen", None)
+    with pytest.raises(ConfigError, match=rf"^decode.speculation: mtp is not possible: {reason}"):
+        load_backend(settings("decode.device=cpu", *sets, "decode.speculation=mtp"))
+
+
+def test_multi_token_prediction_shares_the_memory_and_is_loaded_for_decode_workers_only(settings, tmp_path):
+    checkpoint(tmp_path)
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    sets = (f"model.path={tmp_path}", "decode.kv_memory=1MiB", "decode.device=cpu", "model.dtype=float32")
+    plain, wanted = settings(*sets), settings(*sets, "decode.speculation=mtp")
+    assert reasons_to_load(plain, wanted) == ["speculation: off, mtp"]
+    assert reasons_to_load(wanted, plain) == reasons_to_load(wanted, wanted) == []
+    whole, engine = build_engine(plain).pool.total, build_engine(wanted)
+    assert (engine._speculation._options.proposer.name, engine.pool.total) == ("mtp", whole * 2 // 3)
+    with capture_logs() as logs:
+        assert build_engine(settings(*sets, "decode.speculation=auto"))._speculation is None
+    assert "speculation_off" in [each["event"] for each in logs]
+
+
+@pytest.mark.parametrize("wrong", ["yes", "draft:", "ngram:3", "mtp:2"])
 def test_an_unknown_drafter_is_refused_with_its_key(settings, wrong):
     with pytest.raises(ConfigError, match=r"decode\.speculation"):
         settings(f"decode.speculation={wrong}")
