@@ -326,7 +326,7 @@ def test_a_draft_shares_the_memory_and_needs_the_same_vocabulary(settings, tmp_p
 def test_multi_token_prediction_is_refused_by_name_before_the_model_is_loaded(monkeypatch, settings, sets, reason):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("baton.engine.models.loading.Decoder", None)
-    monkeypatch.setattr("subprocess.Popen", None)
+    monkeypatch.setattr("baton.engine.tp.backend.load_sharded", None)
     with pytest.raises(ConfigError, match=rf"^decode.speculation: mtp is not possible: {reason}"):
         load_backend(settings("decode.device=cpu", *sets, "decode.speculation=mtp"))
 
@@ -339,6 +339,7 @@ def test_multi_token_prediction_shares_the_memory_and_is_loaded_for_decode_worke
     assert reasons_to_load(plain, wanted) == ["speculation: off, mtp"]
     assert reasons_to_load(wanted, plain) == reasons_to_load(wanted, wanted) == []
     whole, engine = build_engine(plain).pool.total, build_engine(wanted)
+    assert engine._speculation is not None
     assert (engine._speculation._options.proposer.name, engine.pool.total) == ("mtp", whole * 2 // 3)
     with capture_logs() as logs:
         assert build_engine(settings(*sets, "decode.speculation=auto"))._speculation is None
