@@ -56,7 +56,7 @@ class DraftSource(Source):
     @property
     def is_read(self) -> bool:
         """Whether the last step computed the row of the next draw."""
-        return not self.unread
+        return self.unread <= 0
 
     def settle(self) -> None:
         """Forget the positions whose tokens were rejected."""
