@@ -11,7 +11,7 @@ Chunks are added to a running maximum and sums in float32. A chunk invisible to 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -168,7 +168,7 @@ CHUNK = 64
 SPAN = 512  # limits the scores that are in memory, where bits may depend on the batch
 ALIGNED = 16  # elements; libraries round rows of a product differently if not all rows begin at a multiple
 # Slots int64 [CHUNK] of consecutive positions, and a mask [tokens, CHUNK], True if hidden from the new token.
-_FixedChunk = tuple[Tensor, Tensor]
+FixedChunk = tuple[Tensor, Tensor]
 
 
 class _Sums(NamedTuple):
@@ -198,19 +198,29 @@ class SteadyAttention:
         self._scale, self._block_size, self._window = scale, block_size, window
         self._span, self._within, self._soft_cap = span, chunk, soft_cap
         starts = accumulate(batch.query_lens, initial=0)
-        self._rows = [slice(start, start + n) for start, n in zip(starts, batch.query_lens, strict=False)]
+        self.rows = [slice(start, start + n) for start, n in zip(starts, batch.query_lens, strict=False)]
         lengths = zip(batch.block_tables.to(torch.int64), batch.query_lens, batch.context_lens, strict=True)
-        self._chunks = [self._cut(*sequence) for sequence in lengths]
+        self.chunks = [self._cut(*sequence) for sequence in lengths]
 
-    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Attend. `sinks` float32 [heads] are scores that take part in each softmax without a value."""
+    def __call__(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        out: Tensor,
+        sinks: Tensor | None = None,
+        selected: Iterable[list[FixedChunk]] | None = None,
+    ) -> Tensor:
+        """Attend. `sinks` float32 [heads] are scores that take part in each softmax without a value. `selected` has
+        other chunks than `chunks` for each sequence.
+        """
         result = out.view(*query.shape[:2], head_dim(values))
         keys, values = keys.flatten(0, 1), values.flatten(0, 1)
-        for rows, chunks in zip(self._rows, self._chunks, strict=True):
+        for rows, chunks in zip(self.rows, self.chunks if selected is None else selected, strict=True):
             result[rows] = self._attend(query[rows], chunks, keys, values, sinks)
         return out
 
-    def _cut(self, table: Tensor, tokens: int, context: int) -> list[_FixedChunk]:
+    def _cut(self, table: Tensor, tokens: int, context: int) -> list[FixedChunk]:
         first, size = context - tokens, self._span or CHUNK
         own = torch.arange(first, context, device=table.device)[:, None]
         low = _first_seen(first, self._window)
@@ -218,7 +228,7 @@ class SteadyAttention:
             low = max(low, first // self._within * self._within)
         return [self._chunk(table, own, at, context) for at in range(low // size * size, context, size)]
 
-    def _chunk(self, table: Tensor, own: Tensor, at: int, context: int) -> _FixedChunk:
+    def _chunk(self, table: Tensor, own: Tensor, at: int, context: int) -> FixedChunk:
         end = at + CHUNK if self._span is None else min(at + self._span, context)
         span = torch.arange(at, end, device=table.device)
         hidden = span > own if self._window is None else (span > own) | (span <= own - self._window)
@@ -228,7 +238,7 @@ class SteadyAttention:
         return table[there // self._block_size] * self._block_size + there % self._block_size, hidden
 
     def _attend(
-        self, query: Tensor, chunks: list[_FixedChunk], keys: Tensor, values: Tensor, sinks: Tensor | None
+        self, query: Tensor, chunks: list[FixedChunk], keys: Tensor, values: Tensor, sinks: Tensor | None
     ) -> Tensor:
         """Attend with query [tokens, heads, dim] over keys [slots, kv_heads, dim]: [tokens, heads, value_dim]."""
         tokens, _, dim = query.shape

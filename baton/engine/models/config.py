@@ -47,7 +47,7 @@ WHOLE = ("tie_word_embeddings", "quantization_config", "compression_config", "dt
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The sizes of a decoder-only transformer, and its spec. `kv_heads` and `head_dim` describe the cache. Latent
-    attention has one cached head, `latent.width` wide.
+    attention has one cached head, `latent.cached` wide.
     """
 
     family: str
@@ -113,7 +113,7 @@ def parse_config(fields: Fields) -> ModelConfig:
         layers=layers,
         hidden_size=fields.integer("hidden_size"),
         heads=heads,
-        head_dim=latent.width if latent else _head_dim(fields, heads, family),
+        head_dim=latent.cached if latent else _head_dim(fields, heads, family),
         kv_heads=1 if latent else _kv_heads(fields, heads, family),
         max_positions=fields.integer("max_position_embeddings", family.max_positions),
     )

@@ -1,4 +1,4 @@
-"""Optional parts of config.json: latent attention (DeepSeek-V2 and V3), mixture of experts, and thinking.
+"""Optional parts of config.json: latent attention (DeepSeek-V2, V3 and V3.2), mixture of experts, and thinking.
 
 Keys, defaults and quirks follow `transformers`. A setting that `transformers` ignores, but other code for the same
 checkpoints obeys, is rejected by name. Thinking States (arXiv 2602.08332, docs/how-to/thinking.md) are configured by
@@ -18,6 +18,17 @@ MAX_DIM = 2**16
 
 
 @dataclass(frozen=True, slots=True)
+class IndexerConfig:
+    """The lightning indexer of DeepSeek-V3.2: each token attends to the `top_k` positions with the best scores. Scores
+    are of `heads` query heads and one key of `dim` numbers, which the cache holds after the latent row.
+    """
+
+    heads: int
+    dim: int
+    top_k: int
+
+
+@dataclass(frozen=True, slots=True)
 class LatentConfig:
     """Widths of latent attention: a query head is [nope_dim, rope_dim], a value head `value_dim`. The cache holds
     `rank` numbers per token for all heads, and one rotated key of `rope_dim`. `query_rank` is None if queries have no
@@ -30,10 +41,16 @@ class LatentConfig:
     rope_dim: int
     value_dim: int
     interleaved: bool
+    indexer: IndexerConfig | None = None
 
     @property
     def width(self) -> int:
         return self.rank + self.rope_dim
+
+    @property
+    def cached(self) -> int:
+        """Cached numbers per token and layer."""
+        return self.width + (self.indexer.dim if self.indexer else 0)
 
     @property
     def query_dim(self) -> int:
@@ -42,7 +59,7 @@ class LatentConfig:
 
 def parse_latent(fields: Fields, family: str, heads: int) -> LatentConfig | None:
     """Return the checked section, or None for a family without it. Raises CheckpointError with the key."""
-    if family not in {"deepseek_v2", "deepseek_v3"}:
+    if family not in {"deepseek_v2", "deepseek_v3", "deepseek_v32"}:
         return None
     if fields.integer("num_key_value_heads", heads) != heads:
         raise fields.error("num_key_value_heads", f"must be num_attention_heads ({heads}) for latent attention")
@@ -50,6 +67,7 @@ def parse_latent(fields: Fields, family: str, heads: int) -> LatentConfig | None
     if rope_dim % 2:
         raise fields.error("qk_rope_head_dim", f"must be even for rotary embeddings, got {rope_dim}")
     direct = "q_lora_rank" in fields.values and not fields.has("q_lora_rank")
+    indexer = _indexer(fields, rope_dim, direct=direct) if family == "deepseek_v32" else None
     return LatentConfig(
         query_rank=None if direct else fields.integer("q_lora_rank", 1536, high=MAX_DIM),
         rank=fields.integer("kv_lora_rank", 512, high=MAX_DIM),
@@ -57,7 +75,17 @@ def parse_latent(fields: Fields, family: str, heads: int) -> LatentConfig | None
         rope_dim=rope_dim,
         value_dim=fields.integer("v_head_dim", 128, high=MAX_DIM),
         interleaved=family == "deepseek_v2" or fields.flag("rope_interleave", True),
+        indexer=indexer,
     )
+
+
+def _indexer(fields: Fields, rope_dim: int, *, direct: bool) -> IndexerConfig:
+    _expect(fields, "rope_interleave", True)
+    if direct:
+        raise fields.error("q_lora_rank", "must be a number, because the indexer reads the low-rank queries")
+    dim = fields.integer("index_head_dim", 128, low=rope_dim, high=MAX_DIM)
+    heads = fields.integer("index_n_heads", 64, high=MAX_DIM)
+    return IndexerConfig(heads, dim, fields.integer("index_topk", 2048))
 
 
 MAX_EXPERTS = 2**14
@@ -168,6 +196,10 @@ def _groups(fields: Fields, groups: int | None, best: int | None, count: int) ->
 
 def _after_dense(fields: Fields, dense: int, layers: int) -> tuple[bool, ...]:
     _expect(fields, "moe_layer_freq", 1)
+    if kinds := fields.texts("mlp_layer_types"):
+        if len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
+            raise fields.error("mlp_layer_types", f"must have {layers} entries, each 'dense' or 'sparse'")
+        return tuple(kind == "sparse" for kind in kinds)
     first = fields.integer("first_k_dense_replace", dense, low=0)
     return tuple(layer >= first for layer in range(layers))
 

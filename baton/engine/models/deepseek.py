@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3: Llama's skeleton with a mixture of experts and multi-head latent attention.
+"""DeepSeek-V2, V3 and V3.2: Llama's skeleton with a mixture of experts and multi-head latent attention.
 
     c, k_r = norm(c'), rotate(k')           [c', k'] = kv_a(x); c and k_r are cached, once for all heads
     q_c, q_r = q, rotate(q')                [q, q'] = q_b(norm(q_a(x))) per head; V2-Lite: q_proj(x)
@@ -8,10 +8,13 @@
 If kv_b = [W_k, W_v] per head, then q_c . k_c = (q_c W_k) . c, and the sum of weights times v is W_v times the sum of
 weights times c. Heads can thus attend to the cached latent rows directly, as queries of one wide KV head, without
 k_c and v (`_absorbed`). Computing k_c and v is less work if the forward holds its sequences whole (`_expanded`).
+
+In V3.2 an indexer selects the positions of each row (`Indexer`). Up to `top_k` positions, that is all of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -19,9 +22,12 @@ from torch import Tensor
 
 from baton.engine.batch import Batch
 from baton.engine.kernels.base import Kernels, Linear, Rotation, Scratch
+from baton.engine.kernels.torch_attention import SPAN, FixedChunk, SteadyAttention
+from baton.engine.kernels.torch_reference import rotate
 from baton.engine.models.config import ModelConfig
 from baton.engine.models.config_variants import LatentConfig
 from baton.engine.models.llama import Norm, Parts, Step
+from baton.engine.models.moe import Float32Linear
 from baton.engine.models.spec import EVERYWHERE, NormSpec
 
 LOW_RANK = NormSpec(1e-6)  # independent of rms_norm_eps
@@ -50,24 +56,28 @@ class LatentAttention:
         # A contiguous copy, because torch would otherwise copy it at every call in bfloat16.
         self.to_value = by_head[:, latent.nope_dim :].transpose(1, 2).contiguous()  # [heads, rank, value_dim]
         self.o = parts.summed(f"{name}.o_proj", hidden, config.heads * latent.value_dim, bias=spec.o_bias)
+        self.indexer = Indexer(parts, latent, f"{name}.indexer", hidden) if latent.indexer else None
 
     def __call__(self, x: Tensor, step: Step, keys: Tensor, values: Tensor) -> Tensor:
-        """Attend over `keys`, this layer's cache of latent rows [blocks, block_size, 1, width]; `values` is unused."""
+        """Attend over `keys`, this layer's cache [blocks, block_size, 1, latent.cached]; `values` is unused."""
         del values
         rows, take = len(x), step.scratch.take
-        query = self._query(x, step).view(rows, -1, self.latent.query_dim)
+        low = self._low(x, step)
+        query = self.query(low, take("query", rows, self.query.width)).view(rows, -1, self.latent.query_dim)
         self._rotate(query[..., self.latent.nope_dim :], step.rotations[0])
-        row = self._latent(x, step)
-        keys.view(-1, self.latent.width).index_copy_(0, step.slots, row)
-        attended = self._expanded(query, row, step) if step.over_rows else self._absorbed(query, keys, step)
+        row, cache = self._latent(x, step), keys.view(-1, self.latent.cached)
+        cache[:, : self.latent.width].index_copy_(0, step.slots, row)
+        if self.indexer is not None:
+            self.indexer.store(x, step, cache)
+        attended = self._expanded(query, row, step) if step.over_rows else self._absorbed(query, x, low, keys, step)
         return self.o(attended, take("delta", rows, self.o.width))
 
-    def _query(self, x: Tensor, step: Step) -> Tensor:
-        rows, take = len(x), step.scratch.take
-        if self.low_rank is not None:
-            down, norm = self.low_rank
-            x = norm(down(x, take("query_low", rows, down.width)), take("query_normed", rows, down.width))
-        return self.query(x, take("query", rows, self.query.width))
+    def _low(self, x: Tensor, step: Step) -> Tensor:
+        """Return the inputs of the projection of queries."""
+        if self.low_rank is None:
+            return x
+        (down, norm), rows, take = self.low_rank, len(x), step.scratch.take
+        return norm(down(x, take("query_low", rows, down.width)), take("query_normed", rows, down.width))
 
     def _latent(self, x: Tensor, step: Step) -> Tensor:
         """Return the latent rows to cache: [N, rank + rope_dim]."""
@@ -84,13 +94,19 @@ class LatentAttention:
         cos, sin = rotation.cos[:, None], rotation.sin[:, None]
         x.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
 
-    def _absorbed(self, query: Tensor, keys: Tensor, step: Step) -> Tensor:
-        """Attend over the latent rows in the cache, and return [N, heads * value_dim]."""
+    def _absorbed(self, query: Tensor, x: Tensor, low: Tensor, keys: Tensor, step: Step) -> Tensor:
+        """Attend over the latent rows in the cache, all or selected ones, and return [N, heads * value_dim]."""
         rows, heads, rank, take = *query.shape[:2], self.latent.rank, step.scratch.take
         wide = take("latent_query", rows, heads * self.latent.width).view(rows, heads, -1)
         wide[..., :rank] = _per_head(query[..., : self.latent.nope_dim], self.to_latent)
         wide[..., rank:] = query[..., self.latent.nope_dim :]
-        mixed = step.attend[EVERYWHERE](wide, keys, keys[..., :rank], take("latent_mixed", rows, heads * rank))
+        mixed, latent = take("latent_mixed", rows, heads * rank), keys[..., : self.latent.width]
+        if self.indexer is not None and step.special:
+            attention, cache = step.special[EVERYWHERE], keys.view(-1, self.latent.cached)
+            selected = self.indexer.select(x, low, step, attention, cache)
+            attention(wide, latent, keys[..., :rank], mixed, selected=selected)
+        else:
+            step.attend[EVERYWHERE](wide, latent, keys[..., :rank], mixed)
         attended = take("attended", rows, heads * self.latent.value_dim)
         attended.view(rows, heads, -1).copy_(_per_head(mixed.view(rows, heads, rank), self.to_value))
         return attended
@@ -107,6 +123,75 @@ class LatentAttention:
         return step.attend[EVERYWHERE](query, keys, both[..., nope:], attended)
 
 
+class Indexer:
+    """The lightning indexer of a layer. Its key of a token follows the latent row in the cache.
+
+    score of a position = sum over heads of weight * relu(q . k)          [q] = wq_b(query_low), weight = W x
+    """
+
+    def __init__(self, parts: Parts, latent: LatentConfig, name: str, hidden: int) -> None:
+        assert latent.indexer is not None
+        assert latent.query_rank is not None
+        self.config, self.rope_dim, self.width = latent.indexer, latent.rope_dim, latent.width
+        heads, dim = self.config.heads, self.config.dim
+        self.query = parts.whole(f"{name}.wq_b", heads * dim, latent.query_rank, bias=False)
+        self.key = parts.whole(f"{name}.wk", dim, hidden, bias=False)
+        self.norm = parts.norm(f"{name}.k_norm", dim, NormSpec(1e-6, "layer", bias=True))
+        # The precision of transformers, so that near ties have the same winner.
+        self.weigh = Float32Linear(parts.weights.float32(f"{name}.weights_proj.weight", heads, hidden))
+        self.scale = dim**-0.5 * heads**-0.5
+
+    def store(self, x: Tensor, step: Step, cache: Tensor) -> None:
+        """Write the keys of rows x [N, hidden] to `cache` [slots, latent.cached]."""
+        take, shape = step.scratch.take, (len(x), self.config.dim)
+        key = self.norm(self.key(x, take("index_key", *shape)), take("index_normed", *shape))
+        self._rotate(key[:, None], step)
+        cache[:, self.width :].index_copy_(0, step.slots, key)
+
+    def select(
+        self, x: Tensor, low: Tensor, step: Step, attention: SteadyAttention, cache: Tensor
+    ) -> Iterator[list[FixedChunk]]:
+        """Yield for each sequence the chunks of `attention`, in which the positions that are not selected are hidden
+        too. A single token gets one chunk of its selected positions.
+        """
+        rows, take, heads = len(x), step.scratch.take, self.config.heads
+        query = self.query(low, take("index_query", rows, self.query.width)).view(rows, heads, -1)
+        self._rotate(query, step)
+        weights = self.weigh(x, take("index_weights", rows, heads, torch.float32)) * self.scale
+        for part, chunks in zip(attention.rows, attention.chunks, strict=True):
+            scores = [
+                self._scores(query[part].float(), weights[part], cache[slots, self.width :]) for slots, _ in chunks
+            ]
+            pairs = zip(scores, chunks, strict=True)
+            ranks = torch.cat([each.masked_fill(hidden, -torch.inf) for each, (_, hidden) in pairs], -1)
+            kept = best(ranks, self.config.top_k)
+            if len(kept) == 1 and not step.fixed:
+                slots = torch.cat([slots for slots, _ in chunks])[kept[0]]
+                yield [(slots, torch.zeros(1, len(slots), dtype=torch.bool, device=slots.device))]
+                continue
+            parts = kept.split([len(slots) for slots, _ in chunks], -1)
+            yield [(slots, hidden | ~own) for (slots, hidden), own in zip(chunks, parts, strict=True)]
+
+    def _scores(self, query: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+        """Return scores [N, S] of float32 queries [N, heads, dim] and weights [N, heads], and keys [S, dim]."""
+        products = torch.mm(query.flatten(0, 1), keys.float().T).view(*query.shape[:2], -1)
+        return (products.relu_() * weights[..., None]).sum(1)
+
+    def _rotate(self, x: Tensor, step: Step) -> None:
+        """Rotate the first dimensions of x [N, heads, dim] in place in float32. Pairs are (i, i + rope_dim / 2)."""
+        turned = x[..., : self.rope_dim]
+        turned.copy_(rotate(turned, step.rotations[0]))
+
+
+def best(ranks: Tensor, count: int) -> Tensor:
+    """Return which `count` entries of each row of `ranks` [N, S] are the largest. Of equal ones, the first are."""
+    if count >= ranks.shape[1]:
+        return torch.ones_like(ranks, dtype=torch.bool)
+    least = ranks.topk(count).values[:, -1:]
+    above, equal = ranks > least, ranks == least
+    return above | (equal & (equal.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
+
+
 def _per_head(x: Tensor, weights: Tensor) -> Tensor:
     """Multiply each head of x [N, heads, i] with its weights [heads, i, j], and return [N, heads, j]."""
     return torch.bmm(x.transpose(0, 1), weights).transpose(0, 1)
@@ -121,11 +206,16 @@ def latent_step(
     scratch: Scratch,
 ) -> Step:
     """Return the state of a forward. `_expanded` gains nothing for one token. It rounds differently, so fixed forwards
-    always use `_absorbed`.
+    always use `_absorbed`. They always select, because the longest sequence must not decide the path of others.
     """
+    scale, indexer = config.spec.attention[0].scale, config.latent.indexer if config.latent else None
+    if indexer is not None and (batch.fixed or max(batch.context_lens) > indexer.top_k):
+        selecting = SteadyAttention(batch, block_size, None, scale, span=None if batch.fixed else SPAN)
+        special = {EVERYWHERE: selecting}
+        return Step(rotations, batch.slot_mapping, {}, scratch, fixed=batch.fixed, special=special)
     fresh = not batch.fixed and batch.query_lens == batch.context_lens and max(batch.query_lens) > 1
     cache = (_rows_as_cache(batch), 1) if fresh else (batch, block_size)
-    attend = kernels.attention(*cache, None, config.spec.attention[0].scale)
+    attend = kernels.attention(*cache, None, scale)
     return Step(rotations, batch.slot_mapping, {EVERYWHERE: attend}, scratch, over_rows=fresh, fixed=batch.fixed)
 
 

@@ -228,6 +228,8 @@ class DecoderSpec:
         """Name the first part that GPU kernels lack, or ""."""
         if self.recurrent:
             return "recurrent layers"
+        if self.latent and self.latent.indexer:
+            return "a lightning indexer"
         for each in self.attention:
             if not each.in_kernels:
                 return "attention sinks" if each.sinks else "soft caps" if each.soft_cap else "chunked attention"

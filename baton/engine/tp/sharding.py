@@ -83,9 +83,9 @@ def common(a: range, b: range) -> range:
 
 
 FAMILIES = frozenset(
-    "llama mistral mixtral qwen2 qwen3 qwen3_moe deepseek_v2 deepseek_v3 gemma2 gemma3_text phi3 phi starcoder2 "
-    "nemotron stablelm olmo2 olmo3 exaone4 cohere cohere2 glm4 glm4_moe minimax_m2 gpt_oss granite smollm3 seed_oss "
-    "arcee ernie4_5 hunyuan_v1_dense ministral ministral3 apertus llama4_text".split()
+    "llama mistral mixtral qwen2 qwen3 qwen3_moe deepseek_v2 deepseek_v3 deepseek_v32 gemma2 gemma3_text phi3 phi "
+    "starcoder2 nemotron stablelm olmo2 olmo3 exaone4 cohere cohere2 glm4 glm4_moe minimax_m2 gpt_oss granite smollm3 "
+    "seed_oss arcee ernie4_5 hunyuan_v1_dense ministral ministral3 apertus llama4_text".split()
 )
 
 

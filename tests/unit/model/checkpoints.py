@@ -27,6 +27,7 @@ CLASSES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
     "granite": "GraniteForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
@@ -235,6 +236,7 @@ LITE = SHAPE | {"q_lora_rank": None}
 V2 = SHAPE | {"q_lora_rank": 20, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
 V3 = SHAPE | {"q_lora_rank": 20, "n_group": 4, "topk_group": 2}
 LATENT_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+V32 = V3 | {"index_topk": 12, "index_n_heads": 16, "index_head_dim": 16}
 V2_YARN = {**LATENT_YARN, "mscale": 0.7, "mscale_all_dim": 0.7}
 V3_YARN = {**LATENT_YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 16}
 
@@ -256,6 +258,9 @@ LATENT: dict[str, Variant] = {
     "v3-one-group": Variant("deepseek_v3", V3 | {"n_group": 1, "topk_group": 1, "attention_bias": True}, 2),
     "v3-yarn": Variant("deepseek_v3", V3 | {"rope_parameters": V3_YARN}),
     "v3-dense": Variant("deepseek_v3", V3 | {"first_k_dense_replace": 3, "tie_word_embeddings": True}),
+    "v32": Variant("deepseek_v32", V32),
+    "v32-yarn": Variant("deepseek_v32", V32 | {"rope_parameters": V3_YARN, "index_topk": 40, "attention_bias": True}),
+    "v32-dense": Variant("deepseek_v32", V32 | {"first_k_dense_replace": 3, "index_head_dim": 8}),
 }
 
 FOUR: dict[str, Any] = {"num_hidden_layers": 4}

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from baton.engine.engine import Engine
 from baton.engine.kv_cache import KVCache
-from baton.engine.models.deepseek import LatentAttention
+from baton.engine.models.deepseek import LatentAttention, best
 from baton.engine.models.llama import Step
 from baton.engine.models.loading import TransformerBackend, load_model
 from baton.engine.models.moe import SparseMLP
@@ -34,6 +34,7 @@ from tests.unit.model.checkpoints import (
     RECURRENT,
     SPARSE,
     Variant,
+    edit_config,
     edit_tensors,
     random_checkpoint,
     reload,
@@ -75,6 +76,21 @@ def assert_sure(oracle: Any, sequences: Sequence[Sequence[int]]) -> None:
         assert len(torch.cat([chosen.flatten() for _, chosen in calls]).unique()) > 0.7 * router.weight.shape[0]
 
 
+def assert_sure_selection(oracle: Any, sequences: Sequence[Sequence[int]]) -> None:
+    """Check that no indexer has a near tie between the last selected position and the first other."""
+    count, rank, seen = oracle.config.index_topk, torch.Tensor.topk, list[torch.Tensor]()
+
+    def topk(ranks: torch.Tensor, k: int, dim: int = -1) -> Any:
+        if k == count:
+            seen.append(_gap(ranks[0, k:], k))
+        return rank(ranks, k, dim)
+
+    with patch.object(torch.Tensor, "topk", topk):
+        for tokens in sequences:
+            oracle(torch.tensor([tokens]))
+    assert float(torch.cat(seen).min()) > SURE
+
+
 def margins(router: Any, logits: torch.Tensor) -> torch.Tensor:
     """Return the margin between the last chosen and the first other, of groups and of experts: [N]."""
     biased = hasattr(router, "e_score_correction_bias")
@@ -112,6 +128,8 @@ def assert_equals_transformers(
     answers = list(answered(folder, seed, lengths, new))
     if routers(oracle):
         assert_sure(oracle, [row.tokens for _, row in answers])
+    if hasattr(oracle.config, "index_topk"):
+        assert_sure_selection(oracle, [row.tokens for _, row in answers])
     for prompt, row in answers:
         assert row.tokens[: len(prompt)] == prompt
         logits = oracle(torch.tensor([row.tokens])).logits[0]
@@ -131,7 +149,7 @@ def test_the_text_model_of_a_model_with_images(family: str, tmp_path: Path, seed
         assert row.tokens[len(prompt) :] == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
-BFLOAT16 = ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "v2-lite", "v2", "v3", "v3-dense"]
+BFLOAT16 = ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "v2-lite", "v2", "v3", "v3-dense", "v32"]
 BFLOAT16 += [
     "lfm2",
     "lfm2_moe",
@@ -170,6 +188,7 @@ def test_bfloat16_is_as_good_as_transformers(name: str, tmp_path: Path, seed: in
     sparse = any("experts" in parameter for parameter, _ in oracle.named_parameters())
     measure, factor, least = (torch.median, 1.2, 0.8) if sparse else (torch.sum, 1.1, 0.9)
     assert measure(torch.cat(ours)) < factor * measure(torch.cat(others))
+    least -= 0.1 * hasattr(oracle.config, "index_topk")  # rounding selects other positions too
     assert torch.cat(same).float().mean() > least
 
 
@@ -213,7 +232,7 @@ def test_expanded_and_absorbed_agree(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["v2-lite", "v3"])
+@pytest.mark.parametrize("name", ["v2-lite", "v3", "v32"])
 def test_a_latent_model_decodes_what_another_one_prefilled(name: str, tmp_path: Path):
     """The receiver has blocks of another size at other places, and computes nothing of the prompt."""
     LATENT[name].write(tmp_path, vocab_size=259)
@@ -225,6 +244,36 @@ def test_a_latent_model_decodes_what_another_one_prefilled(name: str, tmp_path: 
     spec = spec_of(numbers(random.Random(1), 33, 250), max_tokens=16)
     assert hand_over(sender, receiver, spec).ids(key_of()) == ids(generate(alone, spec).tokens)
     assert receiver.counters.prefill_tokens == 0
+
+
+@pytest.mark.slow
+def test_keys_of_the_indexer_decide_what_a_handed_over_prompt_answers(tmp_path: Path):
+    """They follow the latent row in the cache. Without them, or with all positions selected, tokens differ."""
+    LATENT["v32"].write(tmp_path, vocab_size=259)
+    layout = load_model(tmp_path).layout
+    assert (layout.tensors, layout.kv_heads, layout.head_dim) == (("latent",), 1, 32 + 8 + 16)
+    spec = spec_of(numbers(random.Random(1), 33, 250), max_tokens=16)
+    found = []
+    for dropped in (False, True):
+        sender, receiver = (Engine(load_model(tmp_path), OracleTokenizer(), total_blocks=24) for _ in range(2))
+        scatter = receiver.kv.scatter
+
+        def without_keys(layers: range, *place: Any, scatter: Any = scatter, kv: KVCache = receiver.kv) -> None:
+            scatter(layers, *place)
+            kv.k[layers.start : layers.stop, ..., 32 + 8 :] = 0
+
+        with patch.object(receiver.kv, "scatter", without_keys if dropped else scatter):
+            found.append(hand_over(sender, receiver, spec).ids(key_of()))
+    edit_config(tmp_path, index_topk=512)
+    found.append(ids(generate(Engine(load_model(tmp_path), OracleTokenizer(), total_blocks=24), spec).tokens))
+    assert found[0] != found[1]
+    assert found[0] != found[2]
+
+
+def test_of_equal_ranks_the_first_positions_are_selected():
+    ranks = torch.tensor([[0.0, 2.0, 0.0, 0.0, 3.0], [1.0, 1.0, 1.0, -torch.inf, -torch.inf]])
+    assert best(ranks, 3).tolist() == [[True, True, False, False, True], [True, True, True, False, False]]
+    assert bool(best(ranks, 5).all())
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ FAMILIES = {
     "mistral-window-100": Variant("mistral", {"sliding_window": 100}),
     "qwen3-window": DENSE["qwen3-layer-types"],
     **{name: SPARSE[name] for name in ("mixtral", "qwen3_moe-many")},
-    **{name: LATENT[name] for name in ("v2", "v3")},
+    **{name: LATENT[name] for name in ("v2", "v3", "v32")},
     **{name: NATIVE[name] for name in ("gemma2-caps", "gpt_oss", "glm4")},
 }
 PROFILES = {
