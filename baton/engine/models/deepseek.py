@@ -169,7 +169,7 @@ class Indexer:
                 slots = torch.cat([slots for slots, _ in chunks])[kept[0]]
                 yield [(slots, torch.zeros(1, len(slots), dtype=torch.bool, device=slots.device))]
                 continue
-            parts = kept.split([len(slots) for slots, _ in chunks], -1)
+            parts = torch.split(kept, [len(slots) for slots, _ in chunks], -1)
             yield [(slots, hidden | ~own) for (slots, hidden), own in zip(chunks, parts, strict=True)]
 
     def _scores(self, query: Tensor, weights: Tensor, keys: Tensor) -> Tensor:

@@ -26,8 +26,8 @@ VARIANTS = DENSE | SPARSE | LATENT | NATIVE
 LENGTHS = (1, 17, 40)
 # Four ranks share two KV heads.
 FOUR = (
-    "mixtral qwen3_moe v2 v3 v32 gemma2 gemma3 olmo2 olmo3 exaone4 cohere cohere2 glm4 minimax_m2 gpt_oss llama4 granite "
-    "seed_oss apertus phi3 starcoder2 nemotron"
+    "mixtral qwen3_moe v2 v3 v32 gemma2 gemma3 olmo2 olmo3 exaone4 cohere cohere2 glm4 minimax_m2 gpt_oss llama4 "
+    "granite seed_oss apertus phi3 starcoder2 nemotron"
 ).split()
 CASES = [(name, 2) for name in VARIANTS] + [(name, 4) for name in FOUR]
 REJECTED = {
