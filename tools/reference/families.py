@@ -90,7 +90,7 @@ def _formats() -> str:
             found = _format(method, section)
             if 2 in found.dimensions:
                 kinds["packed" if found.packs else "widened"].append(code(method) + f" ({kind})" * bool(kind))
-    return "".join(f"- **{kind}**: {', '.join(names)}.\n" for kind, names in kinds.items())
+    return table(("weights on CPUs", "`quant_method`"), ((kind, ", ".join(names)) for kind, names in kinds.items()))
 
 
 def _format(method: str, section: dict[str, Any]) -> WeightFormat:

@@ -68,7 +68,7 @@ def _check(config: ClusterConfig, role: Role, pool: PoolConfig, folder: Path) ->
     if served_by(settings):
         return  # transformers has its own rules
     model, ranks, length = read_config(folder), pool.tensor_parallel, config.model.max_model_len
-    layout = _layout(config, pool, sum(model.spec.has_kv), model.kv_heads, model.head_dim, *model.kv_tensors)
+    layout = _layout(config, pool, sum(model.spec.has_kv), model.kv_heads, model.cache_dim, *model.kv_tensors)
     if ranks > 1:
         divided(model, ranks, f"{role.value}.tensor_parallel", config.model.quantize)
     size_kv(

@@ -16,7 +16,7 @@ from baton.engine.models.families.common import plain_decoder
 from baton.engine.models.formats.base import WeightFormat
 from baton.engine.models.formats.select import declared_format
 from baton.engine.models.json_fields import Fields, read_json_object
-from baton.engine.models.spec import DecoderSpec, Family, Names, Sizes
+from baton.engine.models.spec import PREFIXES, DecoderSpec, Family, Names, Sizes
 from baton.errors import CheckpointError
 
 REFUSED = "quantised weights need a quantization_config in config.json"
@@ -34,13 +34,15 @@ def quantised_tensor(dtypes: Mapping[str, str]) -> str | None:
 MAX_LAYERS = 4096  # far above any model; limits the work that a hostile config can cause
 # Models for text and images. Their text model is served. Prefixes of the other tensors, which are not read.
 WRAPPERS = {
+    "gemma4": "Gemma4ForConditionalGeneration",
     "gemma3": "Gemma3ForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
     "llama4": "Llama4ForConditionalGeneration",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
 }
-IMAGES = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.")
+IMAGES = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "embed_vision.")
+OTHERS = (*IMAGES, "embed_audio.", "audio_tower.")
 WHOLE = ("tie_word_embeddings", "quantization_config", "compression_config", "dtype", "torch_dtype")  # keys that it has
 
 
@@ -79,6 +81,12 @@ class ModelConfig:
     def kv_tensors(self) -> tuple[str, ...]:
         return ("k", "v") if self.latent is None else ("latent",)
 
+    @property
+    def cache_dim(self) -> int:
+        """Numbers of each of `kv_heads` rows of a token in the cache, of which layers with smaller heads use some."""
+        rows = ((each.kv_heads or self.kv_heads) * (each.head_dim or self.head_dim) for each in self.spec.attention)
+        return -(-max(rows) // self.kv_heads) if self.latent is None else self.head_dim
+
     def names_in(self, contains: Callable[[str], bool]) -> Names:
         """Return the names of tensors in a checkpoint, which `contains` some."""
         return self.spec.names.found_in(contains) if self.wrapped else self.spec.names
@@ -87,8 +95,11 @@ class ModelConfig:
     def unread(self) -> tuple[str, ...]:
         """Prefixes of tensors that are not read."""
         ahead = tuple(f"{self.spec.names.layers}.{self.layers + i}." for i in range(self.unread_layers))
-        images = (*IMAGES, *(f"model.{name}" for name in IMAGES)) if self.wrapped else ()
-        return (*ahead, *images, *FAMILIES[self.family].unread)
+        images = (*OTHERS, *(f"model.{name}" for name in OTHERS)) if self.wrapped else ()
+        readers = [layer for layer, each in enumerate(self.spec.attention) if each.reads is not None]
+        layers = [f"{prefix}.layers.{layer}.self_attn" for prefix in PREFIXES for layer in readers]
+        shared = (f"{layer}.{part}." for layer in layers for part in ("k_proj", "v_proj", "k_norm", "v_norm"))
+        return (*ahead, *images, *shared, *FAMILIES[self.family].unread)
 
 
 def read_config(folder: Path) -> ModelConfig:

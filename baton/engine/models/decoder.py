@@ -6,7 +6,8 @@ Each layer adds the previous block's delta to the residual stream as part of its
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
+from itertools import accumulate
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from baton.engine.batch import Batch, Injection
 from baton.engine.kernels.base import Scratch
 from baton.engine.kernels.torch_attention import SPAN, SteadyAttention
+from baton.engine.kernels.torch_reference import PLAIN
 from baton.engine.kv_cache import KVCache
 from baton.engine.models import deepseek
 from baton.engine.models.config import ModelConfig
@@ -21,7 +23,7 @@ from baton.engine.models.llama import Norm, Parts, SelfAttention, Step
 from baton.engine.models.moe import feed_forward
 from baton.engine.models.recurrent.layers import recurrent_layer
 from baton.engine.models.rope import Rotary
-from baton.engine.models.spec import AttentionSpec
+from baton.engine.models.spec import AttentionSpec, LayerInputs
 
 
 class _Attend(Protocol):
@@ -69,6 +71,52 @@ class ParallelLayer(Layer):
         return self._after(None, self.feed_forward(rows, step).add_(attended), step)
 
 
+class InputLayer:
+    """One layer that adds its inputs of each token to its result, and has a factor."""
+
+    def __init__(self, config: ModelConfig, parts: Parts, spec: AttentionSpec, index: int, name: str) -> None:
+        assert config.spec.inputs is not None
+        self.layer = Layer(config, parts, spec, index, name)
+        width, hidden, self.index = config.spec.inputs.width, config.hidden_size, index
+        self.factor = parts.weights.tensor(f"{name}.layer_scalar", 1)
+        self.act = PLAIN[config.spec.mlp.activation]
+        self.gate = parts.whole(f"{name}.per_layer_input_gate", width, hidden, bias=False) if width else None
+        if width:
+            self.project = parts.whole(f"{name}.per_layer_projection", hidden, width, bias=False)
+            self.input_norm_after = parts.norm(f"{name}.post_per_layer_input_norm", hidden, config.spec.norm)
+
+    def __call__(self, x: Tensor, delta: Tensor | None, step: Step, keys: Tensor, values: Tensor) -> Tensor | None:
+        x.add_(self.layer(x, delta, step, keys, values))
+        if self.gate is not None:
+            assert step.inputs is not None
+            take = step.scratch.take
+            gated = self.act(self.gate(x, take("input_gate", len(x), self.gate.width))) * step.inputs[:, self.index]
+            projected = self.project(gated, take("delta", *x.shape))
+            x.add_(self.input_norm_after(projected, take("delta_normed", *x.shape)))
+        x.mul_(self.factor)
+        return None
+
+
+class LayerEmbedding:
+    """The inputs of all layers."""
+
+    def __init__(self, config: ModelConfig, parts: Parts, inputs: LayerInputs, name: str) -> None:
+        layers, hidden, norm = config.layers, config.hidden_size, f"{name}.per_layer_projection_norm"
+        self.shape = layers, inputs.width
+        self.embed = parts.weights.tensor(f"{name}.embed_tokens_per_layer.weight", inputs.vocab, layers * inputs.width)
+        project = f"{name}.per_layer_model_projection"
+        self.project = parts.whole(project, layers * inputs.width, hidden, bias=False)
+        self.norm, self.factor = parts.norm(norm, inputs.width, config.spec.norm), hidden**-0.5
+        self.scale = torch.tensor(inputs.width**0.5, dtype=parts.weights.dtype, device=parts.weights.device)
+
+    def __call__(self, token_ids: Tensor, x: Tensor) -> Tensor:
+        """Return the inputs [N, layers, width] of tokens with the embeddings x [N, hidden]."""
+        shape = (len(x), *self.shape)
+        projected = self.project(x, x.new_empty(len(x), self.project.width)).mul_(self.factor).view(shape)
+        of_tokens = (self.embed[token_ids] * self.scale).view(shape)
+        return self.norm(projected, torch.empty_like(projected)).add_(of_tokens).mul_(2.0**-0.5)
+
+
 class SingleLayer:
     """One layer with attention or a feed-forward network, not both, and a norm before it."""
 
@@ -111,7 +159,15 @@ class Decoder:
         self.config, self.kernels, weights = config, parts.kernels, parts.weights
         self.spec, names = config.spec, config.names_in(weights.checkpoint.__contains__)
         self.embed = weights.tensor(f"{names.embed}.weight", config.vocab_size, config.hidden_size)
-        make = SingleLayer if self.spec.single else ParallelLayer if self.spec.parallel else Layer
+        make: Any = (
+            InputLayer
+            if self.spec.inputs
+            else SingleLayer
+            if self.spec.single
+            else ParallelLayer
+            if self.spec.parallel
+            else Layer
+        )
         layers = enumerate(self.spec.attention)
         scale = self.spec.embedding_scale
         self.embedding_scale = None if scale == 1.0 else torch.tensor(scale, dtype=weights.dtype, device=weights.device)
@@ -122,9 +178,14 @@ class Decoder:
         self.head = parts.head(self.embed, tied=tied, name=names.head, bias=self.spec.head.bias)
         # Latent attention rotates in float32.
         dtype, width = (torch.float32, 0) if config.latent else (weights.dtype, config.head_dim)
+        width = 0 if any(each.head_dim for each in self.spec.attention) else width
+        inputs, root = self.spec.inputs, names.embed.rpartition(".")[0]
+        self.inputs = LayerEmbedding(config, parts, inputs, root) if inputs and inputs.width else None
         self.rotaries = [Rotary(rope, dtype, weights.device, width) for rope in self.spec.ropes]
         self.scratch = Scratch(weights.dtype, weights.device)
         self._has_kv = self.spec.has_kv
+        written = list(accumulate(self._has_kv, initial=0))
+        self._places = [written[n if each.reads is None else each.reads] for n, each in enumerate(self.spec.attention)]
         self._by_reach = {spec.reach: spec for spec in self.spec.attention}
         self._temperature = next((spec.temperature for spec in self.spec.attention if spec.temperature), None)
         self.hidden: Tensor  # [L, hidden]: rows behind the last norm, in the order of `logit_rows`; valid like logits
@@ -138,9 +199,11 @@ class Decoder:
         torch.index_select(self.embed, 0, batch.token_ids, out=x)
         if self.embedding_scale is not None:
             x.mul_(self.embedding_scale)
+        if self.inputs is not None:
+            step = replace(step, inputs=self.inputs(batch.token_ids, x))
         delta, written = None, 0
         for number, (layer, has_kv) in enumerate(zip(self.layers, self._has_kv, strict=True)):
-            place = min(written, len(kv.k) - 1)  # a recurrent layer uses neither K nor V
+            place = min(self._places[number], len(kv.k) - 1)  # a recurrent layer uses neither K nor V
             delta = layer(x, delta, step, kv.k[place], kv.v[place])
             if has_kv and batch.on_layer is not None:  # sums of this layer prove that all ranks have written K and V
                 batch.on_layer(written)

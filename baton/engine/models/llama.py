@@ -39,6 +39,7 @@ class Step:
     special: dict[Reach, SteadyAttention] = field(default_factory=dict)  # for layers that kernels cannot compute
     temperatures: Tensor | None = None  # factors of queries [N, 1, 1]
     states: StateRows | None = None  # set if the model has recurrent layers
+    inputs: Tensor | None = None  # of each layer, [N, layers, width]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -182,25 +183,41 @@ class SelfAttention:
     """Self-attention: project, rotate, write K and V to the cache, attend, project back."""
 
     def __init__(self, config: ModelConfig, parts: Parts, name: str, spec: AttentionSpec) -> None:
+        head_dim, kv_heads = spec.head_dim or config.head_dim, spec.kv_heads or config.kv_heads
+        config = replace(config, head_dim=head_dim, kv_heads=kv_heads)
         self.kernels, self.head_dim, names = parts.kernels, config.head_dim, config.spec.names
+        self.kv_heads = config.kv_heads
         self.reach, self.rope, self.heads = spec.reach, spec.rope, config.heads
         self.warms = spec.temperature is not None
         q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        in_head = row_order(config.head_dim, config.spec.rotated, interleaved=config.spec.interleaved)
+        rotated = spec.head_dim or config.spec.rotated
+        in_head = row_order(config.head_dim, rotated, interleaved=config.spec.interleaved)
         order = None if in_head is None else _in_all_heads(in_head, config.heads + config.kv_heads, q + 2 * kv)
         self.gates = q if spec.gated else 0
         outs = (q, kv, kv)
         if spec.gated:  # the rows of the gate follow those of the query in each head
             outs, order = (2 * q, kv, kv), _gates_last(config.heads, q, kv, order)
+        inputs = (*names.qkv[:2], names.qkv[1]) if spec.keys_are_values else names.qkv
+        self.reads = spec.reads is not None
         self.qkv = parts.linear(
-            tuple(f"{name}.{part}" for part in names.qkv),
-            outs,
+            tuple(f"{name}.{part}" for part in inputs)[: 1 if self.reads else 3],
+            outs[:1] if self.reads else outs,
             config.hidden_size,
             bias=spec.qkv_bias,
             order=order,
         )
         self.o = parts.summed(f"{name}.{names.o}", config.hidden_size, q, bias=spec.o_bias)
-        self.norms, self.prepare = _head_norms(config, parts, name, spec.head_norm, in_head)
+        eps = spec.head_norm.norm.eps if spec.head_norm else 0.0
+        self.value_norm = (
+            TorchNorm("rms", torch.ones(self.head_dim, device=parts.weights.device), None, eps)
+            if spec.value_norm
+            else None
+        )
+        if self.reads:
+            assert spec.head_norm is not None
+            self.query_norm = parts.norm(f"{name}.{names.q_norm}", self.head_dim, spec.head_norm.norm)
+        else:
+            self.norms, self.prepare = _head_norms(config, parts, name, spec.head_norm, in_head)
         self.sinks = parts.weights.float32_rows(f"{name}.sinks", config.heads) if spec.sinks else None
         self.in_kernels = spec.in_kernels
 
@@ -210,10 +227,8 @@ class SelfAttention:
         if self.gates:
             gates, projected = projected[:, width:], take("ungated", rows, width).copy_(projected[:, :width])
         qkv = projected.view(rows, -1, self.head_dim)
-        rotation = step.rotations[self.rope]
-        if self.prepare is not None:
-            rotation = self.prepare(qkv, rotation)
-        query = self.kernels.rotate_and_store(qkv, rotation, self.norms, step.slots, keys, values)
+        keys, values = self._own(keys), self._own(values)
+        query = self._query(qkv, step) if self.reads else self._stored(qkv, step, keys, values)
         if self.warms and step.temperatures is not None:
             query.mul_(step.temperatures)
         attended = take("attended", rows, query.shape[1] * self.head_dim)
@@ -224,6 +239,27 @@ class SelfAttention:
         if self.gates:
             attended.mul_(gates.sigmoid())
         return self.o(attended, take("delta", rows, self.o.width))
+
+    def _own(self, cache: Tensor) -> Tensor:
+        """Return the part of rows of a cache [blocks, block_size, heads, dim] that the layer uses."""
+        if cache.shape[2:] == (self.kv_heads, self.head_dim) or cache.dtype is torch.int8:
+            return cache
+        used = cache.flatten(2)[..., : self.kv_heads * self.head_dim]
+        return used.view(*cache.shape[:2], self.kv_heads, self.head_dim)
+
+    def _query(self, qkv: Tensor, step: Step) -> Tensor:
+        """Return the queries of a layer that reads the keys and values of another one."""
+        query = self.query_norm(qkv, torch.empty_like(qkv))
+        return query.copy_(rotate(query, step.rotations[self.rope]))
+
+    def _stored(self, qkv: Tensor, step: Step, keys: Tensor, values: Tensor) -> Tensor:
+        rotation = step.rotations[self.rope]
+        if self.value_norm is not None:
+            value = qkv[:, -self.kv_heads :]
+            value.copy_(self.value_norm(value, torch.empty_like(value)))
+        if self.prepare is not None:
+            rotation = self.prepare(qkv, rotation)
+        return self.kernels.rotate_and_store(qkv, rotation, self.norms, step.slots, keys, values)
 
 
 def _in_all_heads(in_head: Tensor, heads: int, rows: int) -> Tensor:

@@ -140,7 +140,7 @@ def _stored_dtype(config: ModelConfig, checkpoint: Checkpoint) -> str:
 
 
 def _layout(config: ModelConfig, block_size: int, dtype: str) -> KVLayout:
-    shape = sum(config.spec.has_kv), config.kv_heads, config.head_dim
+    shape = sum(config.spec.has_kv), config.kv_heads, config.cache_dim
     return KVLayout(*shape, block_size, dtype, config.kv_tensors, config.spec.state_size)
 
 
@@ -168,6 +168,8 @@ def _check_device(config: ModelConfig, quantize: Quantize, device: torch.device)
 def _check_kv(config: ModelConfig, kv_dtype: KVDtype, device: torch.device) -> None:
     """Reject KV in int8 where no attention reads it."""
     where = f"on {device}, only on CPUs" if device.type != "cpu" else "for latent attention" if config.latent else ""
+    if any(each.head_dim for each in config.spec.attention):
+        where = "for layers with other head sizes"
     if where and kv_dtype != "auto":
         raise ConfigError(f"model.kv_dtype: {kv_dtype} is not supported {where}; use auto")
 

@@ -32,11 +32,15 @@ from baton.engine.models.spec import Clamp
 def feed_forward(config: ModelConfig, parts: Parts, layer: str, index: int) -> MLP | SparseMLP:
     """Return the feed-forward network of layer `index`. `layer` is the name prefix of its tensors."""
     if config.experts is None or not config.experts.sparse[index]:
-        return MLP(config, parts, f"{layer}.{config.spec.names.mlp}", config.intermediate_size)
+        return MLP(config, parts, f"{layer}.{config.spec.names.mlp}", _width(config, index))
     mixtral = f"{layer}.block_sparse_moe"
     in_mixtral = f"{mixtral}.gate.weight" in parts.weights.checkpoint
     name, shared = f"{layer}.{config.spec.names.mlp}", f"{layer}.{config.spec.names.shared}"
     return SparseMLP(config, config.experts, parts, mixtral if in_mixtral else name, shared)
+
+
+def _width(config: ModelConfig, index: int) -> int:
+    return config.spec.wide[index] if config.spec.wide else config.intermediate_size
 
 
 class SparseMLP:

@@ -14,7 +14,7 @@ from torch import Tensor
 from baton.engine.kernels.base import Rotation
 from baton.engine.models.json_fields import MAX_INT, Fields
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 # Far beyond useful values. They protect float32 from overflow by an untrusted config.
 MIN_FACTOR, MAX_FACTOR, MAX_THETA = 1e-6, 1e6, 1e30
 
@@ -36,6 +36,7 @@ class RopeConfig:
     truncate: bool = True  # yarn
     attention_factor: float = 1.0  # yarn, longrope: multiplies cos and sin
     softmax_factor: float = 1.0  # multiplies scores, in latent attention only
+    share: float = 1.0  # proportional: of pairs that rotate
     factors: tuple[float, ...] = ()  # longrope: a divisor of each frequency
 
 
@@ -64,6 +65,8 @@ def parse_rope(
         raise rope.error("rope_type", "for each layer type is not supported")
     if kind not in ROPE_TYPES:
         raise rope.error("rope_type", f"{kind!r} is not supported (supported: {', '.join(ROPE_TYPES)})")
+    if kind == "proportional":
+        return _proportional(rope, max_positions, head_dim, default_theta)
     head_dim = _rotated(rope, fields, head_dim, partial)
     # Above 1, because yarn divides by its logarithm and no trained model has less.
     theta = fields.number("rope_theta", default_theta, above=1.0, below=MAX_THETA)
@@ -74,6 +77,13 @@ def parse_rope(
     config = _parse_scaled(rope, fields, plain)
     mscale_all_dim = _factor(rope, "mscale_all_dim", 0.0, above=-MIN_FACTOR)
     return replace(config, softmax_factor=_mscale(config.factor, mscale_all_dim) ** 2) if mscale_all_dim else config
+
+
+def _proportional(rope: Fields, max_positions: int, head_dim: int, default_theta: float) -> RopeConfig:
+    theta = rope.number("rope_theta", default_theta, above=1.0, below=MAX_THETA)
+    share = rope.number("partial_rotary_factor", 1.0, below=1 + MIN_FACTOR)
+    factor = _factor(rope, "factor", 1.0)
+    return RopeConfig("proportional", theta, head_dim, max_positions, factor, share=share)
 
 
 def _rotated(rope: Fields, fields: Fields, head_dim: int, partial: float | None) -> int:
@@ -167,7 +177,9 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
     if rope.kind == "longrope":
         return 1.0 / (torch.tensor(rope.factors, dtype=torch.float32) * rope.theta**exponents)
     inv_freq = 1.0 / (rope.theta**exponents)
-    if rope.kind == "linear":
+    if rope.kind == "proportional":
+        inv_freq[int(rope.share * rope.head_dim // 2) :] = 0
+    if rope.kind in ("linear", "proportional"):
         return inv_freq / rope.factor
     if rope.kind == "llama3":
         return _llama3(rope, inv_freq)

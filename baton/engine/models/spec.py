@@ -87,6 +87,11 @@ class AttentionSpec:
     sinks: bool = False
     temperature: Temperature | None = None
     gated: bool = False  # results are multiplied by the sigmoid of a part of the projection of queries
+    head_dim: int | None = None  # None means that of config.json; so for `kv_heads`
+    kv_heads: int | None = None
+    reads: int | None = None  # the layer whose keys and values it reads; None: it has its own
+    keys_are_values: bool = False  # before norms and the rotation
+    value_norm: bool = False  # values have a norm without weights, with the eps of `head_norm`
 
     @property
     def in_kernels(self) -> bool:
@@ -96,7 +101,7 @@ class AttentionSpec:
     @property
     def is_steady(self) -> bool:
         """Whether kernels also compute all around the attention."""
-        plain = self.in_kernels and self.temperature is None and not self.gated
+        plain = self.in_kernels and self.temperature is None and not (self.gated or self.value_norm)
         return plain and (self.head_norm is None or self.head_norm.in_kernels)
 
 
@@ -165,6 +170,15 @@ class Names:
         return replace(self, embed=f"{inner}.embed_tokens", layers=f"{inner}.layers", norm=f"{inner}.norm", head=head)
 
 
+class LayerInputs(NamedTuple):
+    """Inputs of each layer, `width` numbers per token from an embedding of `vocab` tokens, and a factor of its output.
+    Without inputs, `width` is 0.
+    """
+
+    width: int
+    vocab: int
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """A decoder. `attention` has an entry for each layer. `interleaved` rotations pair dimensions (0, 1), else
@@ -185,6 +199,8 @@ class DecoderSpec:
     latent: LatentConfig | None = None
     recurrent: tuple[RecurrentSpec | None, ...] = ()  # of each layer; None for one with attention; empty: all have it
     single: tuple[Literal["mixer", "network"], ...] = ()  # the only block of each layer; empty: layers have both
+    inputs: LayerInputs | None = None
+    wide: tuple[int, ...] = ()  # width of the dense network of each layer, if they differ
     inner: int | None = None  # width of dense networks, if it is not a key of config.json
 
     def with_attention(self, **changes: Any) -> DecoderSpec:
@@ -201,7 +217,8 @@ class DecoderSpec:
         """Whether each layer has attention, and so KV."""
         layers = range(len(self.attention))
         mixes = [not self.single or self.single[layer] == "mixer" for layer in layers]
-        return [mixes[layer] and not (self.recurrent and self.recurrent[layer]) for layer in layers]
+        own = [each.reads is None for each in self.attention]
+        return [own[layer] and mixes[layer] and not (self.recurrent and self.recurrent[layer]) for layer in layers]
 
     @property
     def state_size(self) -> int:
@@ -228,6 +245,8 @@ class DecoderSpec:
         """Name the first part that GPU kernels lack, or ""."""
         if self.recurrent:
             return "recurrent layers"
+        if self.inputs is not None:
+            return "inputs of each layer"
         if self.latent and self.latent.indexer:
             return "a lightning indexer"
         for each in self.attention:

@@ -39,6 +39,7 @@ CLASSES = {
     "apertus": "ApertusForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "phi": "PhiForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
@@ -95,9 +96,14 @@ LLAMA4_VISION = {"vision_output_dim": 32, "projector_input_dim": 32, "projector_
 QWEN35_TEXT = {"model_type": "qwen3_5_text", "full_attention_interval": 2, "linear_num_key_heads": 2}
 QWEN35_TEXT |= {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
 QWEN35_VISION = {"depth": 1, "num_heads": 2, "out_hidden_size": HIDDEN}
+GEMMA4_TEXT = {"model_type": "gemma4_text", "global_head_dim": 32, "sliding_window": 20, "num_kv_shared_layers": 2}
+GEMMA4_TEXT |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 8}
+GEMMA4_TEXT |= {"vocab_size_per_layer_input": VOCAB, "pad_token_id": 0}
+GEMMA4_VISION = {"head_dim": 16, "num_key_value_heads": 2}
 # The class, the settings of its text model, and those of its vision model.
 WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": ("Gemma3", {"model_type": "gemma3_text", "sliding_window": 20}, {}),
+    "gemma4": ("Gemma4", GEMMA4_TEXT, GEMMA4_VISION),
     "mistral3": ("Mistral3", {"model_type": "mistral", "sliding_window": None}, {"model_type": "pixtral"}),
     "qwen3_5": ("Qwen3_5", QWEN35_TEXT, QWEN35_VISION),
     "llama4": ("Llama4", {"model_type": "llama4_text", "num_local_experts": 4, "head_dim": 16}, LLAMA4_VISION),
@@ -150,6 +156,8 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+        if name.endswith("layer_scalar"):
+            buffer.copy_(1 + 0.2 * torch.randn(buffer.shape, generator=generator))
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
@@ -270,6 +278,10 @@ GPT_OSS_YARN = {**YARN, "rope_theta": 10000.0, "truncate": False}
 LLAMA4: dict[str, Any] = {**FOUR, "intermediate_size": 24, "intermediate_size_mlp": 40, "head_dim": 16}
 LLAMA4 |= {"num_local_experts": 4, "attention_chunk_size": 24, "floor_scale": 16}
 
+GEMMA4: dict[str, Any] = {**FOUR, "head_dim": 16, "global_head_dim": 32, "sliding_window": 24}
+GEMMA4 |= {"layer_types": ALTERNATING * 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 259}
+GEMMA4 |= {"final_logit_softcapping": 3.0}
+
 NATIVE: dict[str, Variant] = {
     "granite": Variant(
         "granite",
@@ -297,6 +309,11 @@ NATIVE: dict[str, Variant] = {
     "gemma3-types": Variant(
         "gemma3_text",
         {"head_dim": 16, "sliding_window": 20, "layer_types": ALTERNATING, "final_logit_softcapping": 3.0},
+    ),
+    "gemma4": Variant("gemma4_text", GEMMA4 | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}),
+    "gemma4-same": Variant(
+        "gemma4_text",
+        GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
     ),
     "phi3": Variant("phi3", {"sliding_window": 24}),
     "phi3-longrope": Variant(

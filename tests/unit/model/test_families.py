@@ -141,7 +141,7 @@ def assert_equals_transformers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3", "mistral3", "llama4", "qwen3_5"])
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "mistral3", "llama4", "qwen3_5"])
 def test_the_text_model_of_a_model_with_images(family: str, tmp_path: Path, seed: int):
     oracle = wrapped_checkpoint(tmp_path, family)
     for prompt, row in answered(tmp_path, seed, (1, 17, 40, 90), 16):
@@ -232,10 +232,10 @@ def test_expanded_and_absorbed_agree(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["v2-lite", "v3", "v32"])
-def test_a_latent_model_decodes_what_another_one_prefilled(name: str, tmp_path: Path):
+@pytest.mark.parametrize("name", ["v2-lite", "v3", "v32", "gemma4"])
+def test_a_model_decodes_what_another_one_prefilled(name: str, tmp_path: Path):
     """The receiver has blocks of another size at other places, and computes nothing of the prompt."""
-    LATENT[name].write(tmp_path, vocab_size=259)
+    VARIANTS[name].write(tmp_path, vocab_size=259)
     alone, sender, receiver = (
         Engine(load_model(tmp_path, block_size=size), OracleTokenizer(), total_blocks=24, max_batched_tokens=20)
         for size in (8, 5, 8)

@@ -32,7 +32,7 @@ FAMILIES = {
     "qwen3-window": DENSE["qwen3-layer-types"],
     **{name: SPARSE[name] for name in ("mixtral", "qwen3_moe-many")},
     **{name: LATENT[name] for name in ("v2", "v3", "v32")},
-    **{name: NATIVE[name] for name in ("gemma2-caps", "gpt_oss", "glm4")},
+    **{name: NATIVE[name] for name in ("gemma2-caps", "gemma4", "gpt_oss", "glm4")},
 }
 PROFILES = {
     "flat": Profile(static=Choice(1 << 20, tall=True)),

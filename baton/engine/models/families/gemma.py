@@ -1,13 +1,35 @@
-"""Gemma 2, and the text models of Gemma 3."""
+"""Gemma 2, and the text models of Gemma 3 and 4."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from baton.engine.models.families.common import by_type, every, expect, plain_decoder, window_or_none, without_ropes
+from baton.engine.models.families.common import (
+    FULL,
+    SLIDING,
+    by_type,
+    every,
+    expect,
+    layer_types,
+    plain_decoder,
+    window_or_none,
+    without_ropes,
+)
 from baton.engine.models.json_fields import Fields
-from baton.engine.models.rope import parse_rope
-from baton.engine.models.spec import DecoderSpec, Family, HeadNormSpec, HeadSpec, Names, Sizes
+from baton.engine.models.rope import RopeConfig, parse_rope
+from baton.engine.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    Family,
+    HeadNormSpec,
+    HeadSpec,
+    LayerInputs,
+    Names,
+    NormSpec,
+    Reach,
+    Sizes,
+)
 
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 NAMES = Names(
@@ -49,6 +71,58 @@ def _gemma3(fields: Fields, sizes: Sizes, family: Family) -> DecoderSpec:
     return spec.with_attention(head_norm=HeadNormSpec(spec.norm))
 
 
+def _gemma4(fields: Fields, sizes: Sizes, family: Family) -> DecoderSpec:
+    """Layers without a window have their own heads and rotation. There are inputs of each layer."""
+    expect(fields, "enable_moe_block", False)
+    if fields.has("use_bidirectional_attention"):
+        expect(fields, "use_bidirectional_attention", "vision")  # about images only
+    types = (*layer_types(fields, every(sizes.layers, 6))[:-1], FULL)  # the last one, as in transformers
+    spec = plain_decoder(without_ropes(fields), sizes, family)
+    attention = _gemma4_layers(fields, sizes, types, spec.attention[0])
+    head_dim = attention[-1].head_dim or sizes.head_dim
+    shared = [each.reads is not None and fields.flag("use_double_wide_mlp", False) for each in attention]
+    inner, cap = fields.integer("intermediate_size"), CAPS[1]
+    width = fields.integer("hidden_size_per_layer_input", 256, low=0)
+    return replace(
+        spec,
+        attention=attention,
+        ropes=(_gemma4_rope(fields, sizes, SLIDING, sizes.head_dim), _gemma4_rope(fields, sizes, FULL, head_dim)),
+        names=NAMES,
+        embedding_scale=sizes.hidden_size**0.5,
+        head=HeadSpec(soft_cap=fields.number(cap) if fields.has(cap) else None),
+        inputs=LayerInputs(width, fields.integer("vocab_size_per_layer_input", 262144)),
+        wide=tuple(2 * inner if double else inner for double in shared),
+    )
+
+
+def _gemma4_layers(
+    fields: Fields, sizes: Sizes, types: tuple[str, ...], plain: AttentionSpec
+) -> tuple[AttentionSpec, ...]:
+    """Return the attention of each layer. The last `num_kv_shared_layers` read the KV of earlier ones of their type."""
+    same = fields.flag("attention_k_eq_v", False)
+    own = fields.section("per_layer_config").section(str(types.index(FULL)))  # of transformers 5
+    heads = fields.integer("num_global_key_value_heads", sizes.kv_heads) if same else sizes.kv_heads
+    head_dim = own.integer("head_dim", fields.integer("global_head_dim", 512))
+    shared = fields.integer("num_kv_shared_layers", 0, low=0, high=sizes.layers)
+    plain = replace(plain, scale=1.0, head_norm=HeadNormSpec(NormSpec(fields.number("rms_norm_eps", 1e-6))))
+    full = replace(
+        plain, rope=1, head_dim=head_dim, kv_heads=own.integer("num_key_value_heads", heads), keys_are_values=same
+    )
+    kinds = {SLIDING: replace(plain, reach=Reach(window_or_none(fields, 512))), FULL: full}
+    writers = {kind: layer for layer, kind in enumerate(types[: sizes.layers - shared])}
+    if shared and (unread := set(types) - set(writers)):
+        raise fields.error("num_kv_shared_layers", f"({shared}) leaves no {unread.pop()} layer with keys and values")
+    reads = [None if layer < sizes.layers - shared else writers[kind] for layer, kind in enumerate(types)]
+    layers = [replace(kinds[kind], reads=layer) for kind, layer in zip(types, reads, strict=True)]
+    return tuple(replace(each, value_norm=each.reads is None) for each in layers)
+
+
+def _gemma4_rope(fields: Fields, sizes: Sizes, kind: str, head_dim: int) -> RopeConfig:
+    usual: dict[str, Any] = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
+    found = fields.section("rope_parameters").section(kind).values or (usual if kind == FULL else {})
+    return parse_rope(Fields(fields.where, {"rope_parameters": found}), sizes.max_positions, head_dim)
+
+
 _DEFAULTS = {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256}
 _GEMMA2 = Family(
     "Gemma2ForCausalLM", 8192, _gemma2, qkv_bias=None, o_bias=None, kv_heads=4, slides="types",
@@ -63,5 +137,12 @@ FAMILIES = {
         _GEMMA2, architecture="Gemma3ForCausalLM", max_positions=131072, read=_gemma3, rope_theta=1e6,
         defaults=_DEFAULTS | _SIZES | {"num_attention_heads": 8},
         differs="as Gemma 2 without soft caps; norms of each q and k head; two rotations",
+    ),
+    "gemma4_text": replace(
+        _GEMMA2, architecture="Gemma4ForCausalLM", max_positions=131072, read=_gemma4,
+        defaults={"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256}
+        | {"vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30}
+        | {"num_attention_heads": 8},
+        differs="as Gemma 3; other heads in layers without a window; KV shared by layers; inputs of each layer",
     ),
 }  # fmt: skip
