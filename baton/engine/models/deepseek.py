@@ -184,7 +184,7 @@ class Indexer:
 
 
 def best(ranks: Tensor, count: int) -> Tensor:
-    """Return which `count` entries of each row of `ranks` [N, S] are the largest. Of equal ones, the first are."""
+    """Return which `count` entries of each row of `ranks` [N, S] are the largest, the first ones among equals."""
     if count >= ranks.shape[1]:
         return torch.ones_like(ranks, dtype=torch.bool)
     least = ranks.topk(count).values[:, -1:]
