@@ -269,6 +269,7 @@ def test_softmax_factor(rope: dict[str, Any]):
         ("deepseek_v2", V2 | {"topk_method": "group_limited_greedy"}, "n_group is missing"),
         ("deepseek_v2", V2 | {"moe_layer_freq": 2}, "moe_layer_freq must be 1 for this model, got 2"),
         ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block must be False for this model, got True"),
+        ("gemma4_text", {"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config must have the same entry for"),
         ("gemma4_text", {"num_kv_shared_layers": 3}, r"\(3\) leaves no .* layer with keys and values"),
         ("deepseek_v32", {"q_lora_rank": None}, "q_lora_rank must be a number, because the indexer reads"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func must be 'sigmoid' for this model, got 'softmax'"),

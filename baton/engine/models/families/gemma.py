@@ -101,6 +101,9 @@ def _gemma4_layers(
     """Return the attention of each layer. The last `num_kv_shared_layers` read the KV of earlier ones of their type."""
     same = fields.flag("attention_k_eq_v", False)
     own = fields.section("per_layer_config").section(str(types.index(FULL)))  # of transformers 5
+    usual = {str(layer): own.values for layer, kind in enumerate(types) if kind == FULL}
+    if fields.has("per_layer_config") and fields.values["per_layer_config"] != usual:
+        raise fields.error("per_layer_config", "must have the same entry for all full_attention layers, and no other")
     heads = fields.integer("num_global_key_value_heads", sizes.kv_heads) if same else sizes.kv_heads
     head_dim = own.integer("head_dim", fields.integer("global_head_dim", 512))
     shared = fields.integer("num_kv_shared_layers", 0, low=0, high=sizes.layers)
