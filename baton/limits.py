@@ -18,7 +18,7 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 256
 MAX_LOGPROBS = 20
-MAX_PROMPT_SCORES = 1_000_000  # of one HTTP request: about 60 bytes each in the answer, more in memory
+MAX_PROMPT_SCORES = 1_000_000  # of one request: over HTTP about 60 bytes each in the answer, more in memory
 MAX_PRIORITY = 100
 MAX_PROMISE_MS = 3_600_000  # limits of latency that a request may ask for, in milliseconds
 MAX_RESUMABLE_S = 600
@@ -69,9 +69,9 @@ MAX_HTTP_BODY_SECONDS = 30
 MAX_HTTP_HEADER_BYTES = 16 * 2**10
 MAX_HTTP_PROMPTS = 128
 MAX_HTTP_COUNTS = 1024  # numbers of an event's id, which comes back in a header
-MAX_HTTP_TOOLS = 128
+MAX_HTTP_TOOLS = 128  # of a chat, over gRPC too
 MAX_UNREAD_CHARS = 65_536
-MAX_HTTP_NAME_CHARS = 256  # of a message
+MAX_HTTP_NAME_CHARS = 256  # of a message, over gRPC too
 
 MAX_KEPT_CALLS = 1024  # complete calls whose streams decode workers keep for their callers
 

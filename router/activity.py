@@ -23,16 +23,20 @@ from baton.errors import BatonError
 from baton.rpc.v1 import admin_pb2
 
 KEPT = 200
+REPEAT_S = 10.0  # between events of rejections with one reason, whose number an event has
 
 
 class EventFeed:
-    """The latest `KEPT` events, numbered from 1. Equal events between two `settle` calls are merged into one."""
+    """The latest `KEPT` events, numbered from 1. Equal events between two `settle` calls are merged into one, and equal
+    rejections within `REPEAT_S`. So clients that send nonsense do not push out other events.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._kept: deque[admin_pb2.Happening] = deque(maxlen=KEPT)
         self._pending: dict[tuple[str, str, str], admin_pb2.Happening] = {}
         self._repeats: Counter[tuple[str, str, str]] = Counter()  # of each pending event
+        self._rejected: dict[tuple[str, str, str], float] = {}  # times of the latest events of rejections
         self.last = 0  # number of the latest event
 
     def add(
@@ -51,20 +55,23 @@ class EventFeed:
         key = kind, group or text, worker_id
         if key in self._pending:
             self._repeats[key] += 1
-        elif len(self._pending) < KEPT:
+        elif len(self._pending) < (KEPT // 2 if kind == "refused" else KEPT):
             at = self._clock.wall() if at is None else at
             event = admin_pb2.Happening(time_s=at, kind=kind, text=text, request_id=request_id, worker_id=worker_id)
             self._pending[key] = event
 
     def settle(self) -> int:
         """Number the pending events and return the last number. Call it every second, with or without watchers."""
-        for key, event in self._pending.items():
-            if repeats := self._repeats[key]:
+        now = self._clock.monotonic()
+        self._rejected = {key: at for key, at in self._rejected.items() if now - at < REPEAT_S}
+        for key in [key for key in self._pending if key not in self._rejected]:
+            event, repeats = self._pending.pop(key), self._repeats.pop(key, 0)
+            if repeats:
                 event.text, event.request_id = f"{event.text} ({repeats + 1} times)", ""
+            if event.kind == "refused":
+                self._rejected[key] = now
             self._kept.append(event)
             self.last += 1
-        self._repeats.clear()
-        self._pending.clear()
         return self.last
 
     def since(self, number: int) -> list[admin_pb2.Happening]:
@@ -212,6 +219,12 @@ class ActivityRecorder:
             self.recent.count("judged")
             if met_slo:
                 self.recent.count("kept")
+
+    def rejected(self, reason: str) -> None:
+        """Record a request that the HTTP gateway rejects. `reason` contains nothing of the request."""
+        self.recent.count("ended")
+        self.recent.count("refused")
+        self.happenings.add("refused", reason)
 
     def record_workers(self, connected: Mapping[Worker, Role]) -> None:
         """Record workers that joined or left. Call it every second with the connected ones."""

@@ -261,6 +261,7 @@ def _gateway(context: RouterContext, admin: Admin, look: Callable[[], Awaitable[
         tls=settings.tls,
         live=LiveData(admin.live, context.tokens, admin.trace_of),
         refused=context.sinks.metrics.refused,
+        rejected=context.sinks.rejected,
         waiting=max(MAX_HTTP_WAITING, settings.queue_max_requests),
         names=settings.http_names if context.tokens is None else None,
         origins=settings.http_origins,

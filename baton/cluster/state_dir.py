@@ -113,7 +113,11 @@ class StateFolder:
         self._lock: IO[str] | None = None
 
     def acquire(self) -> None:
-        """Lock the name for this process and remove a killed cluster's files. Raises ConfigError if it is in use."""
+        """Lock the name for this process and remove a killed cluster's files. Raises ConfigError if it is in use. A
+        second call changes nothing.
+        """
+        if self._lock is not None:
+            return
         with writing(self.path):
             self.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
             if not os.access(self.logs, os.R_OK | os.W_OK | os.X_OK):

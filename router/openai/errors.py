@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -71,6 +72,12 @@ class Problem:
         """Return the error body; in a stream it is the data of an error event."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return orjson.dumps({"error": error})
+
+    @property
+    def rejection(self) -> str:
+        """The reason for an event: status, code and field of the body, without values or names from the client."""
+        field = "" if self.code == "unknown_parameter" else re.split(r"[.[]", self.param or "")[0]
+        return f"HTTP {self.status} {self.code}" + (f": {field}" if field else "")
 
     def response(self) -> Response:
         return Response(self.body(), self.status, self.headers, JSON)

@@ -7,7 +7,7 @@ with a name of its own that resolves to this machine (DNS rebinding). So a loopb
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -22,8 +22,15 @@ _EXPOSED = ("retry-after", "retry-after-ms", "x-should-retry")
 _OWN_SITE = {"same-origin", "none"}
 
 
-def guarded(app: ASGIApp, names: Collection[str] | None, *, loopback: bool, origins: Collection[str] = ()) -> ASGIApp:
-    """Wrap `app` to reject requests that fail a check. `names` are host names for a `loopback` listener, in addition to
+def guarded(
+    app: ASGIApp,
+    names: Collection[str] | None,
+    *,
+    loopback: bool,
+    origins: Collection[str] = (),
+    rejected: Callable[[str], None] = lambda _: None,
+) -> ASGIApp:
+    """Wrap `app` to reject requests that fail a check, and call `rejected` with the reason. `names` are host names for a `loopback` listener, in addition to
     loopback names; None means that tokens protect the paths. Pages of `origins` are not foreign; they get the headers
     of CORS.
     """
@@ -36,7 +43,9 @@ def guarded(app: ASGIApp, names: Collection[str] | None, *, loopback: bool, orig
             if names is not None:
                 _check_origin(scope, known, origins)
         except HttpError as error:
-            await http_problem(error).response()(scope, receive, send)
+            problem = http_problem(error)
+            rejected(problem.rejection)
+            await problem.response()(scope, receive, send)
         else:
             await app(scope, receive, send)
 

@@ -156,6 +156,7 @@ def completion_job(body: CompletionBody) -> Job:
     def rename(number: int, field: str) -> str:
         here = f"prompt[{number}]" if prompts[1:] else "prompt"
         names = {"constraint": body.wanted_text[0]} if body.wanted_text else {}
+        names |= {} if body.prompt_logprobs == returns.top else {"prompt_logprobs": "logprobs"}
         return _http_name(field, names | {"text": here, "token_ids": here, "prompt": here})
 
     base = _base_request(body, body.max_tokens)

@@ -47,6 +47,19 @@ NEUTRAL_FIELDS: Mapping[type[BaseModel], Mapping[str, tuple[object, ...]]] = {
         "web_search_options": (),
     },
 }
+# Kinds of wrong values, in words of JSON.
+_WORDS = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "float_type": "a number",
+    "int_from_float": "an integer",
+    "int_type": "an integer",
+    "list_type": "a list",
+    "model_attributes_type": "an object",
+    "model_type": "an object",
+    "none_required": "null",
+    "string_type": "a string",
+}
 _NESTED: Mapping[str, type[BaseModel]] = {
     "stream_options": schema.StreamOptions,
     "structured_outputs": schema.StructuredOutputs,
@@ -108,7 +121,7 @@ def validated(
     try:
         return kind.model_validate(tree, extra="ignore" if ignores_unknown else None)
     except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False)[:_NAMED]
+        found = error.errors(include_url=False)[:_NAMED]
         raise InvalidRequest(*violations, *(_violation(each, kind) for each in found)) from None
 
 
@@ -141,13 +154,31 @@ def _violation(detail: Any, kind: type[BaseModel]) -> Violation:
         return Violation(f"{place}.type", f"must be one of {message.rpartition('tags: ')[2]}")
     if detail["type"] == "extra_forbidden":
         return Violation(place or "''", _unknown(detail["loc"], kind))
+    if detail["type"] == "union_tag_not_found":
+        is_object = isinstance(detail["input"], dict)
+        return Violation(f"{place}.type", "is required") if is_object else Violation(place, "must be an object")
     if detail["type"] == "missing":
         return Violation(place, "is required")
     if not place:  # a rule between fields; its message starts with the first field
         field, _, text = message.partition(": ")
         return Violation(field, text)
-    got = "" if detail["type"] == "value_error" else _got(detail["input"])
-    return Violation(place, message.replace("Input should be", "must be") + got)
+    return Violation(place, message if detail["type"] == "value_error" else _worded(detail, message))
+
+
+def _worded(detail: Any, message: str) -> str:
+    """Return the mistake in words of JSON, with the value. The default is pydantic's text."""
+    given = detail.get("ctx", {})
+    size, least, most = given.get("actual_length"), given.get("min_length"), given.get("max_length")
+    match detail["type"]:
+        case "too_short":
+            return "must not be empty" if least == 1 else f"must have at least {least} items, got {size}"
+        case "too_long":
+            return f"must have at most {most} items, got {size}"
+        case "string_too_long":
+            return f"must have at most {most} characters, got {len(detail['input'])}"
+        case kind if kind in _WORDS:
+            return f"must be {_WORDS[kind]}{_got(detail['input'])}"
+    return message.replace("Input should be", "must be") + _got(detail["input"])
 
 
 def _got(value: object) -> str:

@@ -43,7 +43,7 @@ from router.openai.guard import guarded
 from router.openai.job import TOKENIZED, Job, chat_job, completion_job, event_id, http_names, tokenize_call
 from router.openai.logprobs.tokens import TokenTexts
 from router.openai.messages_api.answer import MessagesProblem
-from router.openai.messages_api.chat import count_body, messages_job
+from router.openai.messages_api.chat import count_body, field_names, messages_job
 from router.openai.messages_api.schema import CountBody, MessagesBody
 from router.openai.openapi.page import page
 from router.openai.openapi.spec import openapi
@@ -68,6 +68,7 @@ _EMBEDDINGS = (
     " states of a prompt, and a pooling step"
 )
 _MESSAGES = "/v1/messages"
+_FAILED = {499, 500}  # statuses that reject nothing
 _PLAIN = "text/plain; charset=utf-8"
 _KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that the client closes first and loses no request
 _BACKLOG = 2048
@@ -100,6 +101,7 @@ class GatewaySettings:
     live: LiveData | None = None  # data of the dashboard; None means that no router runs in this process
     waiting: int = MAX_HTTP_WAITING  # requests that the router has not accepted yet
     refused: Callable[[BatonError], None] = lambda _: None  # counts a request beyond them in the router of this process
+    rejected: Callable[[str], None] = lambda _: None  # records a rejection that the router does not see, by its reason
     names: tuple[str, ...] | None = ()  # for a loopback listener without tokens; None means that there are tokens
     origins: tuple[str, ...] = ()  # sites whose pages may call it; "*" means all
     ignores_unknown: bool = False  # fields that are unknown or not supported; otherwise they are rejected
@@ -138,7 +140,16 @@ class Gateway:
         ]
         self._spec = openapi(routes, BODIES, NEUTRAL_FIELDS, self._settings.version)
         handled = (BatonError, HttpError, HTTPException, Exception)
-        return Starlette(routes=routes, exception_handlers=dict.fromkeys(handled, _on_exception))
+        return Starlette(routes=routes, exception_handlers=dict.fromkeys(handled, self._on_exception))
+
+    async def _on_exception(self, request: Request, error: Exception) -> Response:
+        """Return the error response. Starlette raises an unexpected exception again, so that it is logged."""
+        problem = _problem(request, error)
+        if problem.status not in _FAILED:
+            self._settings.rejected(problem.rejection)
+        if request.scope["path"].startswith(_MESSAGES):
+            problem = MessagesProblem.of(problem)
+        return problem.response()
 
     async def openapi(self, request: Request) -> Response:
         """Return this description."""
@@ -186,9 +197,9 @@ class Gateway:
     async def count_tokens(self, request: Request) -> Response:
         """Return the number of tokens of the prompt of a Messages body."""
         self._waiting.check()
-        body = count_body(await self._read(request, CountBody))
-        with http_names(TOKENIZED):
-            ids = await self._upstream.encode(tokenize_call(body), _metadata(request))
+        body = await self._read(request, CountBody)
+        with http_names(field_names(body)), http_names(TOKENIZED):
+            ids = await self._upstream.encode(tokenize_call(count_body(body)), _metadata(request))
         return _json({"input_tokens": len(ids)})
 
     async def models(self, request: Request) -> Response:
@@ -281,26 +292,19 @@ def _json(value: Json) -> Response:
     return Response(orjson.dumps(value), media_type=JSON)
 
 
-async def _on_exception(request: Request, error: Exception) -> Response:
-    """Return the error response. Starlette raises an unexpected exception again, so that it is logged."""
-
-    def form(problem: Problem) -> Problem:
-        return MessagesProblem.of(problem) if request.scope["path"].startswith(_MESSAGES) else problem
-
+def _problem(request: Request, error: Exception) -> Problem:
     match error:
         case BatonError():
-            return form(problem_of(error)).response()
+            return problem_of(error)
         case HttpError():
-            return form(http_problem(error)).response()
+            return http_problem(error)
         case HTTPException():
             where = f"{request.method} {request.scope['path'][:128]}"
             if error.status_code == status.HTTP_404_NOT_FOUND:
-                return form(http_problem(HttpError(404, "not_found", f"no such path: {where}"))).response()
-            refused = HttpError(error.status_code, "method_not_allowed", f"method not allowed: {where}")
-            response = form(http_problem(refused)).response()
-            response.headers.update(error.headers or {})  # `Allow`
-            return response
-    return form(problem_of(for_client(error))).response()
+                return http_problem(HttpError(404, "not_found", f"no such path: {where}"))
+            text, headers = f"method not allowed: {where}", error.headers  # `Allow`
+            return http_problem(HttpError(error.status_code, "method_not_allowed", text, headers=headers))
+    return problem_of(for_client(error))
 
 
 class _Embedded(uvicorn.Server):
@@ -352,9 +356,11 @@ class HttpServer:
             self._upstream = Upstream([from_here(each) for each in targets_of(target)], Wire.of(tls), retries=True)
         else:
             self._upstream = Upstream([target], wire)
-        app = Gateway(self._upstream, self._settings).app()
+        settings = self._settings
+        app = Gateway(self._upstream, settings).app()
+        checks = {"loopback": is_loopback(self.address), "origins": settings.origins, "rejected": settings.rejected}
         config = uvicorn.Config(
-            guarded(app, self._settings.names, loopback=is_loopback(self.address), origins=self._settings.origins),
+            guarded(app, settings.names, **checks),
             ws="none",
             lifespan="off",
             log_config=None,

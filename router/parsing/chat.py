@@ -12,7 +12,7 @@ from typing import TypeAlias, cast
 import structlog
 
 from baton.errors import InvalidRequest, Violation
-from baton.limits import MAX_CHAT_BYTES, MAX_CHAT_MESSAGES, MAX_ROLE_CHARS
+from baton.limits import MAX_CHAT_BYTES, MAX_CHAT_MESSAGES, MAX_HTTP_NAME_CHARS, MAX_HTTP_TOOLS, MAX_ROLE_CHARS
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.tokenizer import Tokenizer
 from router.parsing.chat_template import Template, TemplateFailed
@@ -123,6 +123,8 @@ def _violations(chat: pb.ChatMessages, tools: object, given: object) -> Iterator
         yield Violation("chat.messages", f"must have 1 to {MAX_CHAT_MESSAGES} messages, got {len(chat.messages)}")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         yield Violation("chat.tools", "must be a JSON array of objects")
+    elif len(tools) > MAX_HTTP_TOOLS:
+        yield Violation("chat.tools", f"at most {MAX_HTTP_TOOLS} tools, got {len(tools)}")
     if not isinstance(given, dict):
         yield Violation("chat.template_kwargs", "must be a JSON object")
     if chat.continue_final_message and chat.add_generation_prompt:
@@ -130,6 +132,9 @@ def _violations(chat: pb.ChatMessages, tools: object, given: object) -> Iterator
     for place, message in enumerate(chat.messages[:MAX_CHAT_MESSAGES]):
         if not 1 <= len(message.role) <= MAX_ROLE_CHARS:
             yield Violation(f"chat.messages[{place}].role", f"must have 1 to {MAX_ROLE_CHARS} characters")
+        if len(message.name) > MAX_HTTP_NAME_CHARS:
+            text = f"at most {MAX_HTTP_NAME_CHARS} characters, got {len(message.name)}"
+            yield Violation(f"chat.messages[{place}].name", text)
         for number, call in enumerate(message.tool_calls):
             if not isinstance(_loads(call.arguments or "{}"), dict):
                 yield Violation(f"chat.messages[{place}].tool_calls[{number}].arguments", "must be a JSON object")

@@ -160,7 +160,7 @@ class RequestParser:
             constraint = replace(constraint, after=REASONING[self.reasoning_form][1])
             await self._check(constraint)
         violations += _outside_vocabulary(prompt, sampling, self.tokenizer.vocab_size)
-        violations += _does_not_fit(prompt, message, max_model_len)
+        violations += [*_does_not_fit(prompt, message, max_model_len), *_too_many_scores(len(prompt), message)]
         if violations:
             raise InvalidRequest(*violations)
         if sampling.seed is None:
@@ -349,6 +349,13 @@ def _does_not_fit(prompt: tuple[int, ...], message: pb.GenerateRequest, most: in
         text = f"{TOO_LONG} {most} tokens; {len(prompt)} prompt tokens + {asked} exceed it"
         return [Violation("sampling.max_tokens", f"{text}: at most {most - len(prompt)}")]
     return []
+
+
+def _too_many_scores(tokens: int, message: pb.GenerateRequest) -> Iterator[Violation]:
+    most, each = limits.MAX_PROMPT_SCORES, message.prompt_logprobs + 1
+    if message.HasField("prompt_logprobs") and tokens * each > most:
+        text = f"at most {most} log-probabilities of the prompt, got {tokens * each}: {tokens} prompt tokens x {each}"
+        yield Violation("prompt_logprobs", text)
 
 
 RETRY_S = 1.0

@@ -48,6 +48,12 @@ class Sinks:
     promises: Promises
     outcomes: Counter[str] = field(default_factory=Counter)  # of ended requests; "accepted" counts separately
 
+    def rejected(self, reason: str) -> None:
+        """Record a request that the HTTP gateway rejects, which has no observer."""
+        self.outcomes["refused"] += 1
+        self.metrics.ended("refused", None)
+        self.activity.rejected(reason)
+
 
 class RequestObserver:
     """The observer of one request. `name` is the client's request id; `resumes` means that another router began it."""

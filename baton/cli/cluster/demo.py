@@ -65,8 +65,9 @@ def run_demo(file: Path, sets: Sequence[str], stop: Stop, *, stay: bool) -> None
         check_ports(config)
         config = prepared(config, host_gpus(config), stop)  # its output must not meet the phases
         workers = config.prefill.replicas + config.decode.replicas
-        with shown_phases(StateFolder(config.name, Path(home)).logs, workers) as shown:
-            run_cluster(config, stop, ready, Path(home))
+        folder = StateFolder(config.name, Path(home))
+        with shown_phases(folder.logs, workers) as shown:
+            run_cluster(config, stop, ready, folder)
     for answered in asking:
         answered.result()
 

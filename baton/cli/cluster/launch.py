@@ -129,19 +129,28 @@ def _up(
         return
     copy = StateFolder(config.name).logs / f"{SUPERVISOR}.log"
     configure_logging("warning", "auto", SUPERVISOR, copy)
+    folder = StateFolder(config.name)
+    folder.acquire()  # before the download, which a second `baton up` must not repeat
+    try:
+        _run(config, gpus, folder, stop, announce)
+    finally:
+        folder.release()
+
+
+def _run(config: ClusterConfig, gpus: Sequence[str], folder: StateFolder, stop: Stop, announce: Announce) -> None:
     typer.echo(f"starting cluster {config.name!r} ...", err=True)
     config = prepared(config, gpus, stop)  # its output must not meet the phases
 
     workers = config.prefill.replicas + config.decode.replicas
     detached = READY_FD in os.environ  # then the parent shows the phases
-    with shown_phases(StateFolder(config.name).logs, workers, shows=not detached) as shown:
+    with shown_phases(folder.logs, workers, shows=not detached) as shown:
 
         def ready(state: ClusterState) -> None:
             shown()
             report_ready({"name": state.name})
             announce(state, config)
 
-        run_cluster(config, stop, ready)
+        run_cluster(config, stop, ready, folder)
 
 
 def prepared(config: ClusterConfig, gpus: Sequence[str], stop: Stop) -> ClusterConfig:
@@ -154,14 +163,11 @@ def prepared(config: ClusterConfig, gpus: Sequence[str], stop: Stop) -> ClusterC
     return with_dtype(config, gpus, lambda argv: _output(argv, stop)[1])
 
 
-def run_cluster(
-    config: ClusterConfig, stop: Stop, ready: Callable[[ClusterState], None], home: Path | None = None
-) -> None:
+def run_cluster(config: ClusterConfig, stop: Stop, ready: Callable[[ClusterState], None], folder: StateFolder) -> None:
     """Run a cluster in this thread until stopped."""
     gpus = host_gpus(config)
     check_gpus(config, gpus)
     config = prepared(config, gpus, stop)
-    folder = StateFolder(config.name, home)
     command = [sys.executable, "-m", "baton", "router", "-c", str(folder.config)]
     control = make_control(config, folder, gpus)
     Supervisor(with_devices(config, gpus), folder, control, command).run(stop, ready)

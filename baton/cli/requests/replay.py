@@ -177,6 +177,8 @@ def replay(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     async def run() -> list[Outcome]:
         given = PromptFile.read(prompt) if prompt else None
         sources = list(read_sources(receipt))
+        if all(isinstance(source.found, InvalidRequest) for source in sources):  # a cluster cannot help
+            return await Replay(None, None, given).all(sources, concurrency)
         keys = PublicKeys.read(public_key) if public_key else _local_keys(name, target)
         if verify_only:
             return await Replay(None, keys, given).all(sources, concurrency)

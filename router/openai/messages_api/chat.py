@@ -41,9 +41,21 @@ def messages_job(body: MessagesBody, tool_form: str, reasoning_form: str) -> Job
         shape = {"name": "answer", "schema": body.output_config.format.shape}
         asked["response_format"] = {"type": "json_schema", "json_schema": shape}
     given = {name: value for name, value in asked.items() if value is not None}
-    with http_names(_NAMES):
+    names = field_names(body)
+    with http_names(names):
         job = chat_job(validated(given, ChatBody), tool_form, reasoning_form)
-    return replace(translated(job, MessagesWire(), _NAMES), running_usage=True)
+    return replace(translated(job, MessagesWire(), names), running_usage=True)
+
+
+def field_names(body: CountBody) -> dict[str, str]:
+    """Return the fields of a body by those of its chat, where a system text and each result of a call is a message."""
+    names = dict(_NAMES)
+    for place in range(len(body.tools or ())):
+        names[f"tools[{place}].function.parameters"] = f"tools[{place}].input_schema"
+        names[f"tools[{place}].function"] = f"tools[{place}]"
+    places = ["system"] * bool(body.system and _texts(body.system))
+    places += [f"messages[{number}]" for number, turn in enumerate(body.messages) for _ in _messages(turn)]
+    return names | {f"messages[{number}]": place for number, place in enumerate(places)}
 
 
 def count_body(body: CountBody) -> TokenizeBody:
@@ -51,7 +63,8 @@ def count_body(body: CountBody) -> TokenizeBody:
     asked = _prompt(body)
     if body.tool_choice is not None and body.tool_choice.type == "none":
         asked["tools"] = None
-    return validated(asked | {"model": body.model}, TokenizeBody)
+    with http_names(field_names(body)):
+        return validated(asked | {"model": body.model}, TokenizeBody)
 
 
 def _prompt(body: CountBody) -> Json:

@@ -19,7 +19,7 @@ from baton.cli.cluster.serve import router_settings
 from baton.cli.cluster.size_check import check_sizes
 from baton.cli.setup.config import effective
 from baton.cluster.signals import Stop
-from baton.cluster.state_dir import running_clusters
+from baton.cluster.state_dir import StateFolder, running_clusters
 from baton.config import ClusterConfig, load_config
 from baton.core import Role
 from baton.errors import Cancelled, ConfigError
@@ -258,6 +258,24 @@ def test_a_detached_start_can_be_stopped_while_the_model_is_prepared(tmp_path, m
         launch.up(file, [], Stop(), detach=True, announce=launch.announce)
     assert found == ["x"]
     assert running_clusters() == []
+
+
+@pytest.mark.parametrize("detach", [False, True])
+def test_a_second_start_is_refused_before_its_download(tmp_path, monkeypatch, detach):
+    monkeypatch.setenv("BATON_HOME", str(tmp_path))
+    monkeypatch.setattr(launch, "prepared", Mock(side_effect=Cancelled("stopped")))
+    (file := tmp_path / "c.yaml").write_text(OK_FILE % DEMO)
+    (first := StateFolder("x")).acquire()
+    try:
+        with pytest.raises(ConfigError, match="name: a cluster named 'x' is running"):
+            launch.up(file, [], Stop(), detach=detach, announce=launch.announce)
+        assert not launch.prepared.called
+    finally:
+        first.release()
+    with pytest.raises(Cancelled):
+        launch.up(file, [], Stop(), detach=detach, announce=launch.announce)
+    first.acquire()  # a start that fails releases the name
+    first.release()
 
 
 @pytest.mark.parametrize("broken", ["[]", "{}", '{"num_attention_heads": 0, "hidden_size": 8, "num_hidden_layers": 1}'])

@@ -59,6 +59,18 @@ def test_a_file_is_verified_without_a_cluster(files, text, code, words):
     assert (found, words in output) == (code, True), output
 
 
+def test_a_file_without_a_receipt_needs_no_cluster(files, monkeypatch):
+    monkeypatch.setenv("BATON_HOME", str(files / "home"))  # where no cluster runs
+    (files / "r.json").write_text(TEXT[:300])
+    for given, words in (
+        ("r.json", "error: receipt: is not JSON"),
+        ("none.json", "none.json: cannot be read: No such"),
+    ):
+        code, output = run(files / given)
+        assert (code, words in output, "NoWorker" in output) == (2, True, False), output
+    assert "NoWorker" in run(files / "a.json")[1]
+
+
 def test_a_folder_and_json(files):
     (files / "b.jsonl").write_text(f"{TEXT}\n{TEXT}")
     code, output = verify(files, "", "--json")

@@ -186,6 +186,19 @@ async def test_rows_go_and_come_and_the_cursor_stays_with_its_request(router):
         assert column(table(app, "workers"), "tok/s") == ["250", "0"]
 
 
+async def test_the_columns_follow_the_width(router):
+    async with shown(router) as (app, pilot):
+        workers = table(app, "workers")
+        workers.focus()
+        for _ in render.WORKERS[render.WORKERS.index("worker") : -1]:
+            await pilot.press("s")
+        assert label(workers, "note").endswith("▲")
+        for width, count in ((80, render.FIRST), (render.NARROW, len(render.WORKERS)), (100, render.FIRST)):
+            await pilot.resize_terminal(width, 40)
+            await until(lambda count=count: len(workers.columns) == count and workers.row_count == 2)
+            assert column(workers, "worker") == ["decode-0", "prefill-0"]
+
+
 @pytest.mark.slow
 async def test_keys(router):
     async with shown(router) as (app, pilot):

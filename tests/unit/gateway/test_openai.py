@@ -138,6 +138,58 @@ def test_every_mistake_is_named():
     assert {violation.field for violation in refused.value.violations} == set(wrong)
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields", "words"),
+    [
+        (ChatBody, {"messages": []}, "messages: must not be empty"),
+        (ChatBody, {"messages": [5]}, "messages[0]: must be an object, got 5"),
+        (ChatBody, {"messages": "x"}, "messages: must be a list, got a string"),
+        (ChatBody, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content: must be a string, got 5"),
+        (ChatBody, {"stream": "yes"}, "stream: must be true or false, got a string"),
+        (ChatBody, {"seed": 1.5}, "seed: must be an integer, got 1.5"),
+        (ChatBody, {"temperature": "hot"}, "temperature: must be a number, got a string"),
+        (ChatBody, {"tools": [{"type": "function"}] * 129}, "tools: must have at most 128 items, got 129"),
+        (
+            ChatBody,
+            {"messages": [{"role": "user", "content": "x", "name": "n" * 257}]},
+            "at most 256 characters, got 257",
+        ),
+        (ChatBody, {"messages": [{"role": "user", "content": "x", "refusal": "r"}]}, "refusal: must be null, got a"),
+        (ChatBody, {"n": 17}, "n: must be less than or equal to 16, got 17"),
+        (ChatBody, {"metadata": 3}, "metadata: must be an object, got 3"),
+        (MessagesBody, {"messages": [{"role": "user", "content": [7]}]}, "content[0]: must be an object"),
+    ],
+)
+def test_mistakes_are_in_words_of_json(kind, fields, words):
+    """pydantic speaks of Python: of lists "after validation", dictionaries and None."""
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1} | fields
+    with pytest.raises(InvalidRequest) as refused:
+        checked(orjson.dumps(body), kind)
+    assert words in str(refused.value)
+
+
+def test_fields_of_messages_have_their_places_in_the_body():
+    """The system text, and each of several results, is a message of the chat."""
+    uses = [{"type": "tool_use", "id": name, "name": "f", "input": {}} for name in "ab"]
+    results = [{"type": "tool_result", "tool_use_id": name} for name in "ab"]
+    turns = [
+        {"role": "assistant", "content": uses},
+        {"role": "user", "content": results},
+        {"role": "user", "content": ""},
+    ]
+    body = {"max_tokens": 1, "messages": turns, "system": "s", "tools": [{"name": "f", "input_schema": {}}]}
+    rename = messages_job(checked(orjson.dumps(body), MessagesBody), "", "").rename
+    found = {
+        "chat.messages[0].role": "system.role",
+        "chat.messages[1].tool_calls": "messages[0].tool_calls",
+        "chat.messages[3].name": "messages[1].name",
+        "chat.messages[4].role": "messages[2].role",
+        "chat.tools": "tools",
+        "sampling.stop": "stop_sequences",
+    }
+    assert {field: rename(0, field) for field in found} == found
+
+
 def test_what_is_not_given_stays_unset():
     """Only the router sets defaults."""
     (request,) = completion_job(read()).requests
@@ -148,7 +200,7 @@ def test_what_is_not_given_stays_unset():
 
 def test_types_are_strict_and_a_whole_number_is_a_number():
     for value in ("1", True, 1.5, [1]):
-        with pytest.raises(InvalidRequest, match="max_tokens: must be a valid integer"):
+        with pytest.raises(InvalidRequest, match="max_tokens: must be an integer, got "):
             read(max_tokens=value)
     assert completion_job(read(temperature=1)).requests[0].sampling.temperature == 1.0
 

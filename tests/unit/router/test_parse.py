@@ -164,6 +164,15 @@ WORDS = pb.Constraint(choices=pb.Choices(texts=["in", "into"]))
         (message(client_tag="x" * 129), "client_tag", "at most 128 characters"),
         (message(logprobs=21), "sampling.logprobs", "between 0 and 20"),
         (message(prompt_logprobs=21), "prompt_logprobs", "between 0 and 20"),
+        (message(sampling={"stop": ["x"] * 17}), "sampling.stop", "at most 16 stop strings, got 17"),
+        (message(sampling={"stop": ["x" * 257]}), "sampling.stop", "1 to 256 characters"),
+        (message(sampling={"bad_words": ["x"] * 257}), "sampling.bad_words", "at most 256 texts, got 257"),
+        (message(sampling={"bad_words": ["x" * 257]}), "sampling.bad_words", "1 to 256 characters"),
+        (
+            message(sampling={"logit_bias": {i: 1.0 for i in range(1025)}}),
+            "sampling.logit_bias",
+            "1024 entries, got 1025",
+        ),
         (message(sampling={"max_tokens": 96}), "sampling.max_tokens", "at most 95"),
         (message(sampling={"temperature": float("nan")}), "sampling.temperature", "between 0 and 100"),
         (message(sampling={"stop": [""]}), "sampling.stop", "1 to 256 characters"),
@@ -178,6 +187,17 @@ async def test_refused_by_name(request_pb, field, words):
     [violation] = caught.value.violations
     assert violation.field == field
     assert words in violation.description
+
+
+@pytest.mark.parametrize(("tokens", "top", "fits"), [(90, 4, True), (90, 5, False), (91, 4, False), (91, None, True)])
+async def test_the_scores_of_a_prompt_are_bounded_as_over_http(monkeypatch, tokens, top, fits):
+    monkeypatch.setattr("baton.limits.MAX_PROMPT_SCORES", 450)
+    request = message(token_ids=ids(*[1] * tokens), prompt_logprobs=top)
+    if fits:
+        assert (await parsed(request)).prompt_logprobs == top
+        return
+    with pytest.raises(InvalidRequest, match=r"prompt_logprobs: at most 450 log-probabilities of the prompt, got \d+"):
+        await parsed(request)
 
 
 async def test_every_wrong_field_is_named_at_once():

@@ -135,6 +135,27 @@ def test_refusals_under_load_leave_room_for_what_else_happens(clock):
     assert [one.text for one in seen.happenings.since(0)] == [*refusals, "a decode worker is gone"]
 
 
+def test_a_rejection_that_repeats_is_one_event_in_ten_seconds(clock):
+    seen = ActivityRecorder(clock)
+    texts = []
+    for _ in range(25):
+        for _ in range(4):
+            seen.rejected("HTTP 404 not_found")
+        before = seen.happenings.last
+        seen.happenings.settle()
+        texts.append([one.text for one in seen.happenings.since(before)])
+        clock.advance(1.0)
+    assert [place for place, found in enumerate(texts) if found] == [0, 10, 20]
+    assert texts[0] + texts[10] == ["HTTP 404 not_found (4 times)", "HTTP 404 not_found (40 times)"]
+    assert seen.recent.window().refused == 100
+    for number in range(2 * KEPT):
+        seen.rejected(f"HTTP 400 {number}")
+    seen.happenings.add("left", "a decode worker is gone")
+    before = seen.happenings.last
+    assert seen.happenings.settle() - before <= KEPT // 2 + 1
+    assert "a decode worker is gone" in [one.text for one in seen.happenings.since(before)]
+
+
 def test_rejected_requests_are_grouped_by_their_fields_and_show_no_value(clock):
     seen = ActivityRecorder(clock)
     for fields in (("sampling.n", "seed"), ("sampling.n", "seed"), ("A prompt?", "x" * 99), ("A prompt?", "stop[0]")):

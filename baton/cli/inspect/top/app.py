@@ -81,12 +81,22 @@ class Table(DataTable[render.Cell]):
 
     def __init__(self, columns: Sequence[str], sorted_by: str, *, id: str) -> None:
         super().__init__(id=id, cursor_type="row", zebra_stripes=True)
-        self._names = columns
+        self._names: Sequence[str] = ()
+        self._chosen = columns
         self._sorted_by = sorted_by
         self._reverse = False
 
     def on_mount(self) -> None:
-        for name in self._names:
+        self.choose(self._chosen)
+
+    def choose(self, columns: Sequence[str]) -> None:
+        """Show these columns, without rows if they change."""
+        if columns == self._names:
+            return
+        self.clear(columns=True)
+        self._names = columns
+        self._sorted_by = self._sorted_by if self._sorted_by in columns else columns[0]
+        for name in columns:
             self.add_column(name, key=name)
 
     def fill(self, rows: Mapping[str, Sequence[render.Cell]]) -> None:
@@ -188,8 +198,7 @@ class Top(App[BatonError | None]):
                 with Vertical():
                     yield Static(id=f"{name}-text")
                     yield Sparkline(id=name)
-        shown = len(render.WORKERS) if self.size.width >= render.NARROW else render.FIRST
-        yield Table(render.WORKERS[:shown], "worker", id="workers")
+        yield Table(render.worker_columns(self.size.width), "worker", id="workers")
         yield Static(id="ledger")
         yield Table(render.REQUESTS, "age", id="requests")
         with Horizontal(id="below"):
@@ -201,6 +210,14 @@ class Top(App[BatonError | None]):
     def on_mount(self) -> None:
         self.query_one("#requests").focus()
         self.run_worker(self._follow(), exit_on_error=True)
+
+    def on_resize(self) -> None:
+        self.call_after_refresh(self._resized)
+
+    def _resized(self) -> None:
+        if self.screen_stack:
+            with contextlib.suppress(NoMatches):  # the app is ending
+                self._show()
 
     async def _follow(self) -> None:
         try:
@@ -260,6 +277,7 @@ class Top(App[BatonError | None]):
             screen.query_one(f"#{name}", Static).update(text)
         for name, line in self._lines.items():
             screen.query_one(f"#{name}", Sparkline).data = list(line)
+        screen.query_one("#workers", Table).choose(render.worker_columns(self.size.width))
         if self._unseen and not self._paused:
             self._unseen, lines = False, screen.query_one("#happenings", RichLog)
             lines.clear()

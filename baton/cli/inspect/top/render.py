@@ -27,6 +27,11 @@ WORKERS = ("worker", "role", "state", "busy", "run", "wait", "tok/s", "KV blocks
 REQUESTS = ("request", "stage", "prefill", "decode", "prompt", "tokens", "age", "try")
 
 
+def worker_columns(width: int) -> Sequence[str]:
+    """Return the columns of workers for a terminal of `width` columns."""
+    return WORKERS[: len(WORKERS) if width >= NARROW else FIRST]
+
+
 class Cell(Text):
     """A text with its sort key."""
 
