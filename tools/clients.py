@@ -25,7 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, BUILD, PROGRAMS = ROOT / "docs/reference/clients.md", ROOT / "build" / "clients", ROOT / "tools/client_programs"
-TIMEOUT_S = 300
+TIMEOUT_S = 600  # load generators take a minute to start
 # A template with a place for tools, calls and results, in the Hermes form. That of the demo model has none.
 TEMPLATE = """{%- if tools %}{{ tools | tojson }} {% endif -%}
 {%- for message in messages -%}
@@ -62,6 +62,8 @@ CLIENTS = {
     "anthropic": Client(("anthropic",)),
     "lm-eval": Client(("lm-eval[api]", "transformers", "tokenizers", "accelerate")),
     "inspect-ai": Client(("inspect-ai", "openai")),
+    "guidellm": Client(("guidellm",)),
+    "aiperf": Client(("aiperf",)),
 }
 
 
@@ -160,8 +162,8 @@ A check tests that client and server understand each other, and not the quality 
 |---|---|---|---|---|
 {table}
 
-[guidellm](../reports/guidellm.md) and [aiperf](../reports/aiperf.md) generate load. `python tools/load_generators.py`
-runs both.
+guidellm and aiperf generate load. `python tools/load_generators.py` writes the reports of longer runs:
+[guidellm](../reports/guidellm.md), [aiperf](../reports/aiperf.md).
 """
 
 

@@ -155,7 +155,7 @@ def completion_job(body: CompletionBody) -> Job:
 
     def rename(number: int, field: str) -> str:
         here = f"prompt[{number}]" if prompts[1:] else "prompt"
-        names = {"constraint": body.wanted_text[0]} if body.wanted_text else {}
+        names = _constraint_names(body.wanted_text[0]) if body.wanted_text else {}
         names |= {} if body.prompt_logprobs == returns.top else {"prompt_logprobs": "logprobs"}
         return _http_name(field, names | {"text": here, "token_ids": here, "prompt": here})
 
@@ -245,10 +245,17 @@ def _http_name(field: str, more: dict[str, str]) -> str:
     return name
 
 
+def _constraint_names(field: str) -> dict[str, str]:
+    """Return the HTTP names of a constraint's protocol fields. Only `structured_outputs` has fields for its kinds."""
+    if field == "structured_outputs":
+        return {"constraint.json_schema": f"{field}.json", "constraint.choices": f"{field}.choice", "constraint": field}
+    kinds = ("regex", "choices", "grammar", *["json_schema"] * (field != "response_format"))
+    return {**{f"constraint.{kind}": field for kind in kinds}, "constraint": field}
+
+
 def _names(limit: str, constraint: str) -> dict[str, str]:
     """Return the HTTP names of the protocol fields of a chat request, of `max_tokens` and of its constraint."""
-    wanted = {"constraint.json_schema": constraint} if constraint == "tools" else {}
-    wanted |= {"constraint": constraint}
+    wanted = _constraint_names(constraint)
     prompt = {
         "chat.continue_final_message": "continue_final_message",
         "chat.messages": "messages",

@@ -29,11 +29,10 @@ def profile(kind, *more):
 
 
 def complete(found):
-    """Check that all requests succeeded with prompts of the requested length."""
-    print(json.dumps(found)[:6000], file=sys.stderr)
+    """Check that all requests succeeded."""
     counts = found["request_count"]["avg"], found.get("error_request_count", {"avg": 0})["avg"]
     assert counts == (REQUESTS, 0), counts
-    return found["input_sequence_length"]["min"] == found["input_sequence_length"]["max"] == PROMPT
+    return found
 
 
 @check("streamed chat completions")
@@ -41,6 +40,9 @@ def _():
     return complete(profile("chat", "--streaming"))
 
 
-@check("completions")
+@check("token counts of completions")
 def _():
-    return complete(profile("completions"))
+    found = complete(profile("completions"))
+    prompt, answer = found["usage_prompt_tokens"], found["usage_completion_tokens"]
+    assert prompt["min"] == prompt["max"] == found["input_sequence_length"]["max"] == PROMPT, prompt
+    return answer["min"] == answer["max"] == ANSWER

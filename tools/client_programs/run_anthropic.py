@@ -69,9 +69,13 @@ def turn(messages, choice):
 def _():
     """Three streamed turns with forced calls and their results, then a turn of text."""
     messages, counts = [{"role": "user", "content": [text("Where is Paris?")]}], []
-    for choice in ({"type": "any"}, {"type": "tool", "name": "Bash"}, {"type": "any", "disable_parallel_tool_use": True}):
+    for choice in (
+        {"type": "any"},
+        {"type": "tool", "name": "Bash"},
+        {"type": "any", "disable_parallel_tool_use": True},
+    ):
         calls = turn(messages, choice)
-        assert calls and calls[0].name in {"Read", "Grep", "Bash"}, calls
+        assert [call.name for call in calls[:1]] in (["Read"], ["Grep"], ["Bash"]), calls
         assert choice["type"] != "tool" or calls[0].name == "Bash", calls
         messages.append(results(calls, failed={0}))
         counts.append(client.messages.count_tokens(**AGENT, messages=messages).input_tokens)

@@ -45,6 +45,7 @@ class ToolUse(_Block):
     name: str
     input: dict[str, Any]
     caller: dict[str, Any] | None = None
+    toolset_name: None = None
 
 
 class ToolResult(_Block):

@@ -280,7 +280,9 @@ def test_constraints_of_vllm(fields, kind, value):
         constraint = job.requests[0].constraint
         assert constraint.WhichOneof("kind") == kind
         assert (list(constraint.choices.texts) if kind == "choices" else getattr(constraint, kind)) == value
-        assert job.rename(0, f"constraint.{kind}") == f"{next(iter(fields))}.{kind}"
+        field = next(iter(fields))
+        key = {"json_schema": ".json", "choices": ".choice"}.get(kind, f".{kind}") * (field == "structured_outputs")
+        assert job.rename(0, f"constraint.{kind}") == field + key
 
 
 @pytest.mark.parametrize("value", [True, False])
