@@ -30,9 +30,9 @@ def guarded(
     origins: Collection[str] = (),
     rejected: Callable[[str], None] = lambda _: None,
 ) -> ASGIApp:
-    """Wrap `app` to reject requests that fail a check, and call `rejected` with the reason. `names` are host names for a `loopback` listener, in addition to
-    loopback names; None means that tokens protect the paths. Pages of `origins` are not foreign; they get the headers
-    of CORS.
+    """Wrap `app` to reject requests that fail a check, and call `rejected` with the reason. `names` are host names for
+    a `loopback` listener, in addition to loopback names; None means that tokens protect the paths. Pages of `origins`
+    are not foreign; they get the headers of CORS.
     """
     app = CORSMiddleware(app, origins, ("GET", "POST"), ("*",), expose_headers=_EXPOSED) if origins else app
     known = None if names is None or not loopback else {name.strip("[]").lower() for name in names}

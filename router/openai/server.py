@@ -358,9 +358,9 @@ class HttpServer:
             self._upstream = Upstream([target], wire)
         settings = self._settings
         app = Gateway(self._upstream, settings).app()
-        checks = {"loopback": is_loopback(self.address), "origins": settings.origins, "rejected": settings.rejected}
+        here = is_loopback(self.address)
         config = uvicorn.Config(
-            guarded(app, settings.names, **checks),
+            guarded(app, settings.names, loopback=here, origins=settings.origins, rejected=settings.rejected),
             ws="none",
             lifespan="off",
             log_config=None,

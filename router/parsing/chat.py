@@ -130,14 +130,17 @@ def _violations(chat: pb.ChatMessages, tools: object, given: object) -> Iterator
     if chat.continue_final_message and chat.add_generation_prompt:
         yield Violation("chat.continue_final_message", "cannot be combined with add_generation_prompt: true")
     for place, message in enumerate(chat.messages[:MAX_CHAT_MESSAGES]):
-        if not 1 <= len(message.role) <= MAX_ROLE_CHARS:
-            yield Violation(f"chat.messages[{place}].role", f"must have 1 to {MAX_ROLE_CHARS} characters")
-        if len(message.name) > MAX_HTTP_NAME_CHARS:
-            text = f"at most {MAX_HTTP_NAME_CHARS} characters, got {len(message.name)}"
-            yield Violation(f"chat.messages[{place}].name", text)
-        for number, call in enumerate(message.tool_calls):
-            if not isinstance(_loads(call.arguments or "{}"), dict):
-                yield Violation(f"chat.messages[{place}].tool_calls[{number}].arguments", "must be a JSON object")
+        yield from _message_violations(f"chat.messages[{place}]", message)
+
+
+def _message_violations(place: str, message: pb.ChatMessage) -> Iterator[Violation]:
+    if not 1 <= len(message.role) <= MAX_ROLE_CHARS:
+        yield Violation(f"{place}.role", f"must have 1 to {MAX_ROLE_CHARS} characters")
+    if len(message.name) > MAX_HTTP_NAME_CHARS:
+        yield Violation(f"{place}.name", f"at most {MAX_HTTP_NAME_CHARS} characters, got {len(message.name)}")
+    for number, call in enumerate(message.tool_calls):
+        if not isinstance(_loads(call.arguments or "{}"), dict):
+            yield Violation(f"{place}.tool_calls[{number}].arguments", "must be a JSON object")
 
 
 def _unsupported(chat: pb.ChatMessages, tools: object, template: Template) -> Iterator[Violation]:

@@ -253,6 +253,8 @@ WRONG_TURNS = [
     (chat(("user", "x"), tools="{}"), "chat.tools", "JSON array"),
     (chat(("user", "x"), tools="[1]"), "chat.tools", "JSON array of objects"),
     (chat(("user", "x"), tools=DEEP), "chat.tools", "JSON array"),
+    (chat(("user", "x"), tools=json.dumps([WEATHER] * 129)), "chat.tools", "at most 128 tools, got 129"),
+    (chat(pb.ChatMessage(role="a", name="n" * 257)), "chat.messages[0].name", "at most 256 characters, got 257"),
     (chat(("user", "x"), tools=json.dumps([WEATHER])), "chat.tools", "does not support tools"),
     (chat(("user", "x"), template_kwargs="[]"), "chat.template_kwargs", "JSON object"),
     (chat(("user", "x"), template_kwargs='{"y": 1}'), "chat.template_kwargs", NO_Y),

@@ -169,7 +169,7 @@ WORDS = pb.Constraint(choices=pb.Choices(texts=["in", "into"]))
         (message(sampling={"bad_words": ["x"] * 257}), "sampling.bad_words", "at most 256 texts, got 257"),
         (message(sampling={"bad_words": ["x" * 257]}), "sampling.bad_words", "1 to 256 characters"),
         (
-            message(sampling={"logit_bias": {i: 1.0 for i in range(1025)}}),
+            message(sampling={"logit_bias": dict.fromkeys(range(1025), 1.0)}),
             "sampling.logit_bias",
             "1024 entries, got 1025",
         ),
