@@ -208,6 +208,40 @@ async def test_pages_of_listed_sites_may_ask(gateway):
     assert (status, "access-control-allow-origin" in headers) == (403, False)
 
 
+async def test_rejections_of_the_gateway_are_events_without_what_was_sent(cluster, gateway):
+    sinks = cluster.router.context.sinks
+    asked = [
+        ("POST", "/v1/completions", b'{"prompt": 5, "secret": 1}', {}, 400, "HTTP 400 invalid_value: prompt"),
+        (
+            "POST",
+            "/v1/messages",
+            b'{"secret": "x", "messages": []}',
+            json_body,
+            400,
+            "HTTP 400 invalid_value: messages",
+        ),
+        ("POST", "/v1/completions", b'{"prompt": "x", "secret": 1}', {}, 400, "HTTP 400 unknown_parameter"),
+        (
+            "POST",
+            "/v1/completions",
+            b"{}",
+            {"content_type": "text/plain"},
+            415,
+            "HTTP 415 unsupported_media_type: content-type",
+        ),
+        ("GET", "/secret", b"", {}, 404, "HTTP 404 not_found"),
+        ("GET", "/v1/completions", b"", {}, 405, "HTTP 405 method_not_allowed"),
+        ("GET", "/health", b"", {"host": "secret.example"}, 403, "HTTP 403 wrong_host"),
+        ("GET", "/health", b"", {}, 200, ""),
+    ]
+    for method, path, body, headers, status, _ in asked:
+        assert (await gateway.raw(method, path, body, **headers))[0] == status
+    sinks.activity.happenings.settle()
+    found = [one.text for one in sinks.activity.happenings.since(0) if one.kind == "refused"]
+    assert found == [text for *_, text in asked if text]
+    assert (sinks.outcomes["refused"], sinks.activity.recent.window().refused) == (7, 7)
+
+
 @cluster_with(version="1.2.3")
 async def test_operations(cluster, gateway):
     async def get(path):

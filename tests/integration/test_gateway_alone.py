@@ -509,7 +509,7 @@ def in_stream(**options):
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "equal to max_completion_tokens"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema is required"),
-        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": []}, "messages", "must not be empty"),
         ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role", "'user'"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "required"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "not supported"),
