@@ -216,7 +216,7 @@ async def test_rejections_of_the_gateway_are_events_without_what_was_sent(cluste
             "POST",
             "/v1/messages",
             b'{"secret": "x", "messages": []}',
-            json_body,
+            {},
             400,
             "HTTP 400 invalid_value: messages",
         ),

@@ -10,7 +10,7 @@ from check import BASE, MODEL, check
 FOLDER = sys.argv[3]  # of the model, for its tokenizer
 REQUESTS, PROMPT, ANSWER = 12, 32, 16
 PROGRAM = Path(sys.executable).parent / "aiperf"
-# With HF_HUB_OFFLINE it accepts no folder as tokenizer.
+# It accepts no folder as tokenizer if HF_HUB_OFFLINE is set.
 ENV = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
 
 
