@@ -7,9 +7,9 @@ from baton.engine.kernels.cpu.compiler import LEVEL_VARIABLE, cpu_level
 from baton.metrics import MetricsServer
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread():
-    """Give each test process one thread, before any other fixture computes. Single tests set more."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """Give each test one thread, before its fixtures compute. Single tests set more, and so do engines that they build."""
     torch.set_num_threads(1)
 
 
@@ -17,8 +17,7 @@ def one_thread():
 def threads(request):
     """Set torch's number of threads, and return it."""
     torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(1)
+    return request.param
 
 
 @pytest.fixture(scope="module")
