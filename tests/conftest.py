@@ -12,7 +12,7 @@ import signal
 import hypothesis
 import pytest
 
-from tests.support import sampling, time_factor
+from tests.support import grouping, sampling, time_factor
 
 SEED_VARIABLE = "BATON_TEST_SEED"
 CHECKED = ("tests/unit/", "tests/guards/")
@@ -41,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     time_factor.scale_default(config)
+    config.pluginmanager.register(grouping)
     if config.getoption("hypothesis_seed", None) is None:
         config.option.hypothesis_seed = str(run_seed())
     if not hasattr(config, "workerinput"):  # xdist's workers print nothing

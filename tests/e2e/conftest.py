@@ -1,7 +1,5 @@
 """Homes of clusters, for one test or one module."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -12,15 +10,6 @@ from tests.support.cluster_process import Home
 def one_thread():
     """Compute references in one thread. Two that wait for each other while clusters run take 20 times as long."""
     torch.set_num_threads(1)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run all tests that share a module's cluster on one xdist worker, so that it is started once."""
-    for item in items:
-        shares = isinstance(item, pytest.Function) and "module_home" in item.fixturenames
-        if shares and item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(Path(item.path).stem))
 
 
 @pytest.fixture

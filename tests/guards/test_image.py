@@ -23,6 +23,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from baton.engine.kernels.cpu.compiler import machine
+from tests.support.compiled_kernels import caching_compiler
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "Dockerfile").read_text()
@@ -144,7 +145,7 @@ class Image:
         self.env = {name: text for name, text in os.environ.items() if not name.startswith(PYTHONS_OWN)}
         self.env["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # the base image's python3
         if self.borrows:
-            self.env |= {"PIP_NO_INDEX": "1", "BATON_WHEEL_KERNELS": "avx2"}
+            self.env |= {"PIP_NO_INDEX": "1", "BATON_WHEEL_KERNELS": "avx2", "CC": caching_compiler()}
 
     def at(self, path: str) -> Path:
         """Return the path here of a path in the image."""
@@ -217,7 +218,8 @@ def files(folder: Path) -> dict[str, int]:
 @pytest.mark.parametrize(
     "borrows",
     [
-        pytest.param(True, id="borrowed", marks=pytest.mark.slow),
+        # In the group of test_distributions.py, which compiles the same kernels.
+        pytest.param(True, id="borrowed", marks=[pytest.mark.slow, pytest.mark.xdist_group("distributions")]),
         # A gigabyte from an index, and a minute or more: not in `make test`.
         pytest.param(False, id="fresh", marks=[pytest.mark.chaos, pytest.mark.timeout(1200)]),
     ],

@@ -1,18 +1,18 @@
-"""A worker's transfer side as a separate process, driven by lines of JSON: run with `receiver` or `sender`.
+"""A worker's transfer side as a separate process, driven by messages: a receiver or a sender.
 
-The receiver prints {"address": ...} and then answers {"reserve": {...}, "digest": {...}}. The sender pushes on command.
+The receiver sends {"address": ...} and then answers {"reserve": {...}, "digest": {...}}. The sender pushes on command.
 `Process` and `Receiver` start such a process; `Prefill` is a sender and `receiving` a receiver in the
 caller's process.
 """
 
-import argparse
 import asyncio
-import json
-import sys
+import multiprocessing
+import os
 import threading
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import asdict
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -27,12 +27,13 @@ from kvtransfer.receiver import PeerService
 from kvtransfer.sender import Sender
 from kvtransfer.transports.nixl import NixlTransport
 from kvtransfer.transports.select import make_transports
-from tests.support.processes import start_program
 from tests.support.time_factor import scaled
 from tests.unit.kvtransfer import support
 from tests.unit.kvtransfer.support import FINGERPRINT, LAYOUT, P, RecordingTable, Reports
 
 BLOCKS = 64
+FORKED = multiprocessing.get_context("forkserver")  # of a process that has imported torch, which takes two seconds
+FORKED.set_forkserver_preload([__name__])
 
 
 def kv_for(over: str, seed: int | None, layout: KVLayout = LAYOUT) -> KVCache:
@@ -49,44 +50,57 @@ def kv_digest(kv: KVCache, blocks: Sequence[int], tokens: int, skip: int = 0) ->
     return frame_digest(out.numpy().data).hex()
 
 
+@dataclass(frozen=True)
+class Options:
+    """The side of a process. `to`: address of a sender's receiver."""
+
+    over: str = "gloo"
+    counter: int = 2
+    frame_size: int = 1 << 16
+    to: str = ""
+    layout: KVLayout = LAYOUT
+
+
 class Process:
-    """A process that runs this program."""
+    """A process with one side, which runs `receive` or `send`."""
 
-    def __init__(self, role: str, *flags: str, layout: KVLayout = LAYOUT) -> None:
-        self.process = start_program(__name__, role, "--layout", json.dumps(asdict(layout)), *flags)
+    def __init__(self, role: str, **options: Any) -> None:
+        self._link, theirs = FORKED.Pipe()
+        self.process = FORKED.Process(target=main, args=(role, Options(**options), theirs), daemon=True)
+        self.process.start()
+        theirs.close()
 
-    def hear(self) -> dict:
-        """Return the next message. Skips log lines."""
-        assert self.process.stdout
-        for line in self.process.stdout:
-            if line.startswith("{"):
-                return json.loads(line)
-        raise AssertionError("the process ended")
+    def hear(self) -> dict[str, Any]:
+        """Return the next message. Raises EOFError if the process has ended."""
+        return self._link.recv()
 
-    def tell(self, **command) -> None:
-        assert self.process.stdin
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
+    def tell(self, **command: Any) -> None:
+        self._link.send(command)
 
-    def ask(self, **command) -> dict:
+    def ask(self, **command: Any) -> dict[str, Any]:
         self.tell(**command)
         return self.hear()
 
+    def send_signal(self, number: int) -> None:
+        assert self.process.pid
+        os.kill(self.process.pid, number)
+
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.join()
 
-    def stop(self) -> int:
-        assert self.process.stdin
-        self.process.stdin.close()
-        return self.process.wait(scaled(20))
+    def stop(self) -> int | None:
+        """Let the process end, and return its exit code."""
+        self._link.close()
+        self.process.join(scaled(20))
+        return self.process.exitcode
 
 
 class Receiver(Process):
     """A decode worker's side. `ref` has its address."""
 
-    def __init__(self, *flags: str, counter: int = 2, layout: KVLayout = LAYOUT) -> None:
-        super().__init__("receiver", "--counter", str(counter), *flags, layout=layout)
+    def __init__(self, counter: int = 2, **options: Any) -> None:
+        super().__init__("receiver", counter=counter, **options)
         self.ref = WorkerRef("decode-0", Incarnation(7, counter), self.hear()["address"])
 
 
@@ -140,56 +154,39 @@ async def receiving(
 # in the process
 
 
-def layout_of(text: str) -> KVLayout:
-    fields = json.loads(text)
-    return KVLayout(**{**fields, "tensors": tuple(fields["tensors"])})
-
-
-def say(**message) -> None:
-    print(json.dumps(message), flush=True)
-
-
-async def receive(arguments: argparse.Namespace, settings: TransferSettings) -> None:
-    table, kv = RecordingTable(arguments.layout), kv_for(arguments.over, None, arguments.layout)
-    async with receiving(kv, table, settings, arguments.counter) as me:
-        say(address=me.address)
-        while line := await asyncio.to_thread(sys.stdin.readline):
-            command = json.loads(line)
+async def receive(options: Options, settings: TransferSettings, link: Connection) -> None:
+    table, kv = RecordingTable(options.layout), kv_for(options.over, None, options.layout)
+    async with receiving(kv, table, settings, options.counter) as me:
+        link.send({"address": me.address})
+        while True:
+            command = await asyncio.to_thread(link.recv)
             for name, blocks in command.get("reserve", {}).items():
                 table.reserve(HandoffId(name, 1), blocks)
-            say(
-                commits=[handoff.request_id for handoff in table.commits],
-                digests={name: kv_digest(kv, *where) for name, where in command.get("digest", {}).items()},
-                lost=[str(what) for kind, what in table.events if kind == "lost"],
-                threads=sum(thread.name.startswith("kv-") for thread in threading.enumerate()),
-            )
+            answer = {
+                "commits": [handoff.request_id for handoff in table.commits],
+                "digests": {name: kv_digest(kv, *where) for name, where in command.get("digest", {}).items()},
+                "lost": [str(what) for kind, what in table.events if kind == "lost"],
+                "threads": sum(thread.name.startswith("kv-") for thread in threading.enumerate()),
+            }
+            link.send(answer)
 
 
-def send(arguments: argparse.Namespace) -> None:
-    prefill = Prefill(arguments.layout, scaled(5.0), over=arguments.over)
-    to = WorkerRef("decode-0", Incarnation(7, arguments.counter), arguments.to)
-    for line in sys.stdin:
-        command = json.loads(line)
-        prefill.push(command["push"], command["tokens"], command["blocks"], to, chunk=command["tokens"])
-    prefill.sender.close()
+def send(options: Options, link: Connection) -> None:
+    prefill = Prefill(options.layout, scaled(5.0), over=options.over)
+    to = WorkerRef("decode-0", Incarnation(7, options.counter), options.to)
+    try:
+        while True:
+            command = link.recv()
+            prefill.push(command["push"], command["tokens"], command["blocks"], to, chunk=command["tokens"])
+    finally:
+        prefill.sender.close()
 
 
-def main() -> None:
+def main(role: str, options: Options, link: Connection) -> None:
     torch.set_num_threads(1)
-    parser = argparse.ArgumentParser()
-    parser.add_argument("role", choices=("receiver", "sender"))
-    parser.add_argument("--over", default="gloo")
-    parser.add_argument("--counter", type=int, default=2)
-    parser.add_argument("--frame-size", type=int, default=1 << 16)
-    parser.add_argument("--to", default="")
-    parser.add_argument("--layout", type=layout_of, required=True)
-    arguments = parser.parse_args()
-    settings = TransferSettings(arguments.over, arguments.frame_size, frame_deadline_s=scaled(5.0), verify_kv=True)
-    if arguments.role == "receiver":
-        asyncio.run(receive(arguments, settings))
-    else:
-        send(arguments)
-
-
-if __name__ == "__main__":
-    main()
+    settings = TransferSettings(options.over, options.frame_size, frame_deadline_s=scaled(5.0), verify_kv=True)
+    with suppress(EOFError):  # the other end of the link is closed
+        if role == "receiver":
+            asyncio.run(receive(options, settings, link))
+        else:
+            send(options, link)

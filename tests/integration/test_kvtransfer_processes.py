@@ -56,7 +56,7 @@ def over(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def receiver(start: Callable[..., Any], over: str) -> Receiver:
-    return start(Receiver, "--over", over)
+    return start(Receiver, over=over)
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def prefills(over: str) -> Iterator[Callable[..., Prefill]]:
 def test_kv_arrives_equal_also_in_blocks_of_another_size(start, over, prefills) -> None:
     """The receiver gets only the missing part of each prompt, computed whole or in chunks of 48."""
     prefill = prefills()
-    receiver = start(Receiver, "--over", over, "--frame-size", "1500", layout=replace(LAYOUT, block_size=16))
+    receiver = start(Receiver, over=over, frame_size=1500, layout=replace(LAYOUT, block_size=16))
     cases = {"one": (1, 0), "edge-1": (15, 0), "edge": (16, 3), "edge+1": (17, 16), "long": (130, 30)}
     target = {"one": [0], "edge-1": [1], "edge": [2], "edge+1": [4, 3], "long": list(range(13, 4, -1))}
     source = {name: [(7 * n + end) % 64 for n in range(LAYOUT.blocks_for(end))] for name, (end, _) in cases.items()}
@@ -115,8 +115,7 @@ def test_a_reply_that_no_stream_takes_ends_the_channel(receiver: Receiver, prefi
 
 def test_a_receiver_killed_mid_push_and_its_successor(start, over, prefills) -> None:
     wide = prefills(WIDE, deadline_s=FOREVER_S)
-    size = str(WIDE.block_size * WIDE.layer_token_bytes)
-    receiver = start(Receiver, "--over", over, "--frame-size", size, layout=WIDE)
+    receiver = start(Receiver, over=over, frame_size=WIDE.block_size * WIDE.layer_token_bytes, layout=WIDE)
     receiver.ask(reserve={f"r{n}": list(range(60)) for n in range(20)})
     handoffs = [wide.push(f"r{n}", 60 * 16, range(60), receiver.ref, chunk=256) for n in range(20)]
     wide.reports.done(handoffs[0])  # the others are running
@@ -124,7 +123,7 @@ def test_a_receiver_killed_mid_push_and_its_successor(start, over, prefills) -> 
     outcomes = [wide.reports.wait(handoff, 30) for handoff in handoffs]
     assert isinstance(outcomes[-1], ChannelBroken)
     assert all(isinstance(outcome, PushResult | ChannelBroken) for outcome in outcomes)
-    successor = start(Receiver, "--over", over, counter=3, layout=WIDE)
+    successor = start(Receiver, over=over, counter=3, layout=WIDE)
     successor.ask(reserve={"again": [5, 6]})
     wide.reports.done(wide.push("again", 32, [8, 9], successor.ref))
     assert successor.ask(digest={"again": [[5, 6], 32]})["digests"]["again"] == kv_digest(wide.kv, [8, 9], 32)
@@ -134,9 +133,9 @@ def test_a_frozen_receiver_is_given_up_by_the_deadline(receiver: Receiver, prefi
     prefill = prefills(deadline_s=scaled(1.0))
     receiver.ask(reserve={"r": [1], "s": [2], "t": [3]})
     prefill.reports.done(prefill.push("r", 4, [1], receiver.ref))
-    os.kill(receiver.process.pid, signal.SIGSTOP)
+    receiver.send_signal(signal.SIGSTOP)
     prefill.reports.failed(prefill.push("s", 4, [1], receiver.ref), ChannelBroken, timeout=scaled(4))
-    os.kill(receiver.process.pid, signal.SIGCONT)
+    receiver.send_signal(signal.SIGCONT)
     prefill.reports.done(prefill.push("t", 4, [1], receiver.ref))  # the channel recovers
     assert receiver.ask()["commits"] == ["r", "t"]
 
@@ -165,7 +164,7 @@ async def test_a_sender_killed_mid_push(start, over) -> None:
     table, before = RecordingTable(WIDE), set(threading.enumerate())
     settings = TransferSettings(over, WIDE.block_size * WIDE.layer_token_bytes)
     async with receiving(kv_for(over, None, WIDE), table, settings) as me:
-        sender = start(Process, "sender", "--over", over, "--to", me.address, layout=WIDE)
+        sender = start(Process, "sender", over=over, to=me.address, layout=WIDE)
         writing, blocks = threading.Event(), list(range(60))
         table.hold = writing.set
         table.reserve(make_job("r", 60 * 16).handoff, blocks)

@@ -87,7 +87,7 @@ def answers(backend, seed):
     return tokens
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("family", "kv_heads", "size", "shared_memory"),
     [
@@ -134,10 +134,15 @@ def test_a_new_engine_may_have_another_cache(ranks_of):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("shared_memory", [None, False])
-def test_fixed_forwards_of_ranks_are_steady(folder_of, shared_memory):
+def test_fixed_forwards_of_ranks_are_steady_and_a_killed_rank_is_noticed_by_looking(folder_of, shared_memory):
     """`Batch.fixed` reaches the other ranks: torch's ordinary attention is not steady for these head sizes."""
     with ranks(folder_of("qwen3"), 2, shared_memory=shared_memory) as backend:  # its memory is zero, as required
         assert check_fixed(backend, FixedShapes(2, 32)) == ""
+        backend.check()
+        os.kill(backend.pids[0], signal.SIGKILL)  # between two steps
+        os.waitid(os.P_PID, backend.pids[0], os.WEXITED | os.WNOWAIT)
+        with pytest.raises(RankLost, match=r"rank 1 .* SIGKILL"):
+            backend.check()
 
 
 def busy(backend):
@@ -163,15 +168,6 @@ def test_a_killed_rank_ends_the_step_and_the_others(folder_of, size, shared_memo
         assert not [pid for pid in backend.pids if psutil.pid_exists(pid)]
         with pytest.raises(RankLost, match="have ended"):
             engine.step()
-
-
-def test_a_rank_killed_while_nothing_happens_is_noticed_by_looking(folder_of):
-    with ranks(folder_of("llama"), 2) as backend:
-        backend.check()
-        os.kill(backend.pids[0], signal.SIGKILL)
-        os.waitid(os.P_PID, backend.pids[0], os.WEXITED | os.WNOWAIT)
-        with pytest.raises(RankLost, match=r"rank 1 .* SIGKILL"):
-            backend.check()
 
 
 @pytest.mark.sample(1)

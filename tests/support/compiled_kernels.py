@@ -1,5 +1,6 @@
 """Compiled CPU kernels for tests, or a skip that states why this machine has none."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -11,6 +12,21 @@ from baton.home import baton_home
 
 T = TypeVar("T")
 SHARED = baton_home() / "kernels"  # of the run, before any test sets another $BATON_HOME
+CACHING = """#!{python} -IS
+import hashlib, pathlib, shutil, subprocess, sys
+
+arguments, cache = sys.argv[1:], pathlib.Path({cache!r})
+cc = shutil.which("cc") or "gcc"
+if "-c" not in arguments:
+    sys.exit(subprocess.call([cc, *arguments]))
+source, out = (pathlib.Path(arguments[arguments.index(flag) + 1]) for flag in ("-c", "-o"))
+flags = [one for one in arguments if one not in (str(source), str(out))]
+texts = [file.read_bytes() for file in sorted(source.parent.glob("*.[ch]"))]
+kept = cache / (hashlib.sha256(repr((flags, texts)).encode()).hexdigest() + ".o")
+if not kept.exists() and (failed := subprocess.call([cc, *flags[:-2], "-c", source, "-o", kept])):
+    sys.exit(failed)
+shutil.copy(kept, out)
+"""
 
 
 def compiled_or_skip(make: Callable[[], T]) -> T:
@@ -28,3 +44,12 @@ def share_kernels(home: Path) -> Path:
     if not (home / "kernels").exists():
         (home / "kernels").symlink_to(SHARED)
     return home
+
+
+def caching_compiler() -> str:
+    """Return the path of a C compiler for `CC`, which compiles the kernels of a wheel once for several builds."""
+    program, objects = SHARED / "caching-cc", SHARED / "objects"
+    objects.mkdir(parents=True, exist_ok=True)
+    program.write_text(CACHING.format(python=sys.executable, cache=str(objects)))
+    program.chmod(0o755)
+    return str(program)

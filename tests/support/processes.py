@@ -4,9 +4,6 @@ Programs for `python -c` start within milliseconds because they import none of o
 """
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,12 +13,6 @@ import os, time
 os.write(int(os.environ["BATON_READY_FD"]), b'{"port": 5}\\n')
 time.sleep(60)
 """
-
-
-def start_program(module: str, *args: str) -> subprocess.Popen[str]:
-    """Start a program of the tests that exchanges lines of text over its stdin and stdout."""
-    command, root = [sys.executable, "-m", module, *args], Path(__file__).parents[2]
-    return subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:

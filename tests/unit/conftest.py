@@ -9,7 +9,7 @@ from baton.metrics import MetricsServer
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup():
-    """Give each test one thread, before its fixtures compute. Single tests set more, and so do engines that they build."""
+    """Give each test one thread, before its fixtures compute. Single tests and the engines that they build set more."""
     torch.set_num_threads(1)
 
 

@@ -122,6 +122,7 @@ def test_attention(fold: int, tmp_path: Path):
             assert "wgmma" in prefill.asm["ptx"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_the_others(capability: int, tmp_path: Path):
@@ -135,6 +136,7 @@ def test_the_others(capability: int, tmp_path: Path):
         bounded(tmp_path, triton_rows.gate_kernel, sizes, capability)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_sampling(capability: int, tmp_path: Path):
@@ -160,6 +162,7 @@ def test_each_kernel_equals_its_torch_reference(seed, request):
     assert "skipped" not in done.stdout
 
 
+@pytest.mark.sample(2)
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("rows", [16, 64])

@@ -40,7 +40,8 @@ def widen(model: Any, name: str) -> None:
                 parameter.copy_(torch.stack([widened(each) for each in parameter]))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.slow
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("level", ["none", "native"])
 @pytest.mark.parametrize("name", ["int8", "int4"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe"])

@@ -128,6 +128,7 @@ async def test_a_call_whose_message_does_not_arrive_is_ended(monkeypatch, method
     await server.stop(None)
 
 
+@pytest.mark.slow
 async def test_no_call_of_a_burst_is_cancelled_while_the_event_loop_is_busy():
     """Without the option, gRPC cancels a call while 1,000 others are pending."""
 

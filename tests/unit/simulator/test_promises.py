@@ -32,6 +32,8 @@ def run(rate: float, slo: Slo, *, spread: tuple[float, ...] = (), promised: bool
     return cluster, cluster.run(load)
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("slo", [Slo(0.4, 1.0), Slo(2.0, 0.04)], ids=["ttft", "itl"])
 def test_with_exact_costs_99_percent_are_kept_at_twice_the_capacity(slo):
     cluster, _ = run(26.0, slo)
@@ -42,6 +44,7 @@ def test_with_exact_costs_99_percent_are_kept_at_twice_the_capacity(slo):
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("rate", "seed"), [(13.0, 2), (26.0, 1), (26.0, 3)])
 def test_with_noise_99_percent_are_kept(rate, seed):
     cluster, report = run(rate, Slo(0.6, 0.05), spread=NOISE, seed=seed)
