@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.cluster_process import Home
+from tests.support.cluster_process import HANDED_OVER, Home
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -18,12 +18,19 @@ def home(tmp_path):
         yield home
 
 
+# Pools so small that decode preempts.
+ORACLE = """
+    router.queue.max_wait_s=60 determinism.verify=always
+    model.path=oracle model.max_model_len=512 decode.kv_memory=96KiB prefill.kv_memory=96KiB
+""".split()
+
+
 @pytest.fixture(scope="session")
 def oracle_cluster(tmp_path_factory):
     """A cluster on the oracle for all tests that do not change it. They have the mark `xdist_group("oracle")`."""
     with (
         Home(tmp_path_factory.mktemp("home")).swept() as home,
-        home.cluster("configs/no-ray.yaml", "model.path=oracle") as running,
+        home.cluster("configs/no-ray.yaml", HANDED_OVER, *ORACLE) as running,
     ):
         yield running
 

@@ -15,9 +15,8 @@ from baton.rpc.v1 import inference_pb2 as pb
 from tests.fuzzing.common import messages
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("oracle")]
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"]
-SETS = ("model.path=oracle", "model.max_model_len=256", "decode.kv_memory=1MiB", "prefill.kv_memory=1MiB")
 EXAMPLES = int(os.environ.get("BATON_FUZZ", "60"))
 PATIENCE_S = 5.0  # most messages are rejected; some requests may well run forever
 # The codes that a caller may get. Others are faults of the server, or do not name the mistake.
@@ -66,8 +65,8 @@ def aimed(kind):
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("method", list(SERVICE.methods), ids=lambda method: method.name)
-def test_any_message(cluster, method):
-    pids = {name: identity.pid for name, identity in cluster.state().processes.items()}
+def test_any_message(oracle_cluster, method):
+    pids = {name: identity.pid for name, identity in oracle_cluster.state().processes.items()}
     ended: set[grpc.StatusCode] = set()
     kind = method.input_type
 
@@ -78,10 +77,10 @@ def test_any_message(cluster, method):
         assert code in FINE, f"{code} for {message}"
         ended.add(code)
 
-    with grpc.insecure_channel(cluster.state().grpc) as channel:
+    with grpc.insecure_channel(oracle_cluster.state().grpc) as channel:
         run()
     print(sorted(code.name for code in ended))
-    assert pids == {name: identity.pid for name, identity in cluster.state().processes.items()}
-    with cluster.client() as client:
+    assert pids == {name: identity.pid for name, identity in oracle_cluster.state().processes.items()}
+    with oracle_cluster.client() as client:
         assert len(client.generate("hello", max_tokens=5, temperature=0, ignore_eos=True).tokens) == 5
-    eventually(lambda: all(load.blocks.available == load.blocks.total for load in cluster.loads().values()))
+    eventually(lambda: all(load.blocks.available == load.blocks.total for load in oracle_cluster.loads().values()))

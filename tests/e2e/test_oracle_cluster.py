@@ -8,15 +8,10 @@ import pytest
 
 from baton.core import Constraint, Kind, Sampling, SequenceSpec
 from baton.engine.oracle import OracleBackend
-from tests.support.cluster_process import HANDED_OVER
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("oracle")]
 
-SETS = f"""
-    {HANDED_OVER} router.queue.max_wait_s=60 determinism.verify=always
-    model.path=oracle model.max_model_len=512 decode.kv_memory=96KiB prefill.kv_memory=96KiB
-""".split()
 CONSTRAINTS: list[dict[str, Any]] = [
     {"regex": "([a-z]{2,9} )+[0-9]{4}"},
     {"choices": ["yes", "yesterday", "no"]},
@@ -47,47 +42,47 @@ def spec_of(prompt, options):
     return SequenceSpec(prompt, Sampling(**sampling), constraint=constraint)
 
 
-def test_many_mixed_requests_each_get_their_own_stream(cluster, seed):
+def test_many_mixed_requests_each_get_their_own_stream(oracle_cluster, seed):
     """32 concurrent requests in pools so small that decode preempts. Each equals the oracle's answer."""
     rng = random.Random(seed)
     jobs = [draw(rng) for _ in range(32)]
-    with cluster.client() as client, ThreadPoolExecutor(32) as pool:
+    with oracle_cluster.client() as client, ThreadPoolExecutor(32) as pool:
         answers = list(pool.map(lambda job: client.generate(list(job[0]), **job[1]), jobs))
     oracle = OracleBackend()
     for (prompt, options), answer in zip(jobs, answers, strict=True):
         assert list(answer.tokens) == oracle.expected(spec_of(prompt, options)), (options, answer)
-    eventually(cluster.all_free)
+    eventually(oracle_cluster.all_free)
 
 
-def test_roles_are_kept_apart(cluster):
-    with cluster.client() as client:
+def test_roles_are_kept_apart(oracle_cluster):
+    with oracle_cluster.client() as client:
         answer = client.generate("hello there", max_tokens=20, temperature=0, ignore_eos=True)
     assert answer.placement.decode_worker == "decode-0"
     assert answer.placement.kv_bytes > 0
-    loads = cluster.loads()
+    loads = oracle_cluster.loads()
     assert loads["decode-0"].prefill_tokens == 0
     assert loads["prefill-0"].decode_steps == 0
     assert loads["prefill-0"].prefill_tokens > 0
     assert loads["decode-0"].decode_steps > 0
 
 
-def test_a_request_that_ends_with_its_first_token_is_not_handed_over(cluster):
+def test_a_request_that_ends_with_its_first_token_is_not_handed_over(oracle_cluster):
     options = {"max_tokens": 1, "temperature": 0, "ignore_eos": True, "cache_scope": "short"}
-    with cluster.client() as client:
+    with oracle_cluster.client() as client:
         answers = [client.generate("z" * 40, **options) for _ in range(2)]
     assert [answer.usage.cached_tokens for answer in answers] == [0, 32]
     for answer in answers:
         assert (len(answer.tokens), answer.placement.decode_worker, answer.placement.kv_bytes) == (1, "", 0)
-    eventually(cluster.all_free)
+    eventually(oracle_cluster.all_free)
 
 
-def test_a_prompt_is_computed_once_per_cache_scope(cluster):
+def test_a_prompt_is_computed_once_per_cache_scope(oracle_cluster):
     """216 tokens are 13 blocks of 16 and 8 more tokens."""
-    with cluster.client() as client:
-        before = cluster.loads()["prefill-0"]
+    with oracle_cluster.client() as client:
+        before = oracle_cluster.loads()["prefill-0"]
         options = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "priority": 2}
         answers = [client.generate("Once upon a time, " * 12, **options, cache_scope=scope) for scope in "aabab"]
-        after = eventually(cluster.all_free)
+        after = eventually(oracle_cluster.all_free)
     assert [answer.usage.cached_tokens for answer in answers] == [0, 208, 0, 208, 208]
     assert len({answer.tokens for answer in answers}) == 1
     assert after["prefill-0"].cached_tokens - before.cached_tokens == 3 * 208

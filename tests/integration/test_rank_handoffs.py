@@ -67,7 +67,7 @@ def layer_of(engine: Engine, layer: int, blocks: list[int], end: int) -> torch.T
     return engine.kv.copied(range(layer, layer + 1), blocks, 0, end)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("transport", ["shm", "gloo", "nixl"])
 @pytest.mark.parametrize(("sender", "receiver"), [pair for pair in SIZES if len({*pair}) == 2])
@@ -87,6 +87,7 @@ def test_a_model_in_transformers_hands_over_its_kv(transport: str, tmp_path: Pat
     check_handoff(alone, sender, receiver, transport)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
 def test_models_with_experts_hand_over_to_ranks(family: str, tmp_path: Path) -> None:
     """One rank computes the prompt, and two processes continue. Experts are divided by their width."""

@@ -1,8 +1,9 @@
 """`--sample`: `make check` and `make test` run a drawn share of large matrices, `make chaos` runs all cases.
 
 `@pytest.mark.sample(3)` on a parametrized test keeps three of its cases. `@pytest.mark.sample(1, of="a name")` keeps
-one of all tests with that name. In CI the commit decides the draw: a run can be repeated, and the next commit runs
-other cases.
+one of all tests with that name. Of the levels of compiled kernels, the best one here and another one are kept, because
+the kernels of a level compile for 15 s. In CI the commit decides the draw: a run can be repeated, and the next commit
+runs other cases.
 """
 
 import os
@@ -10,9 +11,12 @@ import random
 import subprocess
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+from baton.engine.kernels.cpu.compiler import LEVELS, machine
 
 VARIABLE = "BATON_TEST_SAMPLE"
 
@@ -37,15 +41,30 @@ def _commit() -> str:
 
 
 def left_out(items: Sequence[pytest.Item], drawn: str) -> list[pytest.Item]:
-    """Return the cases of sampled tests that were not drawn, in their order."""
+    """Return the cases of sampled tests and of levels that were not drawn, in their order."""
+    others = other_levels(drawn)
+    left = {item for item in items if level_of(item) in others}
     matrices = defaultdict[str, list[pytest.Item]](list)
     counts: dict[str, int] = {}
     for item in items:
+        if item in left:
+            continue
         if mark := item.get_closest_marker("sample"):
             name = mark.kwargs.get("of") or item.nodeid.partition("[")[0]
             matrices[name].append(item)
             counts[name] = mark.args[0]
-    left = set[pytest.Item]()
     for name, cases in matrices.items():
         left |= set(random.Random(f"{drawn} {name}").sample(cases, max(0, len(cases) - counts[name])))
     return [item for item in items if item in left]
+
+
+def level_of(item: pytest.Item) -> str | None:
+    """Return the level of instructions that a case sets, if any."""
+    return item.callspec.params.get("level") if hasattr(item, "callspec") else None
+
+
+@cache
+def other_levels(drawn: str) -> set[str]:
+    """Return the levels of this processor without the best one and a drawn one."""
+    here = [level for level, needed in LEVELS.items() if machine().flags.issuperset(needed)][1:]
+    return set(here) - set(random.Random(f"{drawn} level").sample(here, min(1, len(here))))

@@ -1,10 +1,13 @@
 """`--sample` of tests/conftest.py: which cases of a matrix are left out."""
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from baton.engine.kernels.cpu.compiler import LEVELS, Machine
+from tests.support import sampling
 from tests.support.sampling import VARIABLE, drawn_by, left_out
 
 
@@ -52,3 +55,21 @@ def test_the_commit_decides_in_ci_and_the_seed_elsewhere(monkeypatch):
     monkeypatch.delenv(VARIABLE)
     monkeypatch.setenv("CI", "1")
     assert drawn_by(7) == drawn_by(8) != "8"
+
+
+def test_of_the_levels_the_best_one_here_and_a_drawn_one_are_kept(monkeypatch):
+    def kept_levels(drawn: str) -> set[str]:
+        sampling.other_levels.cache_clear()
+        left = left_out(cases, drawn)
+        return {case.nodeid for case in cases if case not in left}
+
+    cases: list[Any] = [Case(level) for level in (*LEVELS, "native")]
+    for case in cases:
+        case.callspec = SimpleNamespace(params={"level": case.nodeid})
+    needed = frozenset(LEVELS["avx512"]) | set(LEVELS["avx-vnni"])
+    monkeypatch.setattr(sampling, "machine", lambda: Machine("x", needed))
+    absent = {"native", "neon", "avx512-bf16", "avx512-vnni"}  # those that this processor lacks are skipped
+    found = [kept_levels(str(drawn)) - absent for drawn in range(20)]
+    assert all(len(levels) == 2 and "avx512" in levels for levels in found)
+    assert set.union(*found) == {"avx512", "avx-vnni", "avx2"}
+    sampling.other_levels.cache_clear()

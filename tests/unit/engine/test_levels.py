@@ -35,6 +35,7 @@ def demo(dtype, quantize):
     return load_model(DEMO, dtype=dtype, quantize=quantize, attention_splits="load_bf16")
 
 
+@pytest.mark.sample(6)
 @dtypes
 @weights
 def test_decode_steps_are_exact(dtype, quantize):
