@@ -1,7 +1,7 @@
 """`--sample`: `make check` and `make test` run a drawn share of large matrices, `make chaos` runs all cases.
 
 `@pytest.mark.sample(3)` on a parametrized test keeps three of its cases. `@pytest.mark.sample(1, of="a name")` keeps
-one of all tests with that name. Of the levels of compiled kernels, the best one here and another one are kept, because
+one of all tests with that name. Compiled kernels run at the best level of the processor and at a drawn one, because
 the kernels of a level compile for 15 s. In CI the commit decides the draw: a run can be repeated, and the next commit
 runs other cases.
 """

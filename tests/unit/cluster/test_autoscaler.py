@@ -287,6 +287,7 @@ looks = st.lists(st.tuples(st.lists(reports, max_size=2), st.floats(0, 400), st.
 bounds = st.none() | st.tuples(st.integers(1, 4), st.integers(0, 5)).map(lambda pair: (pair[0], pair[0] + pair[1]))
 
 
+@pytest.mark.slow
 @given(bounds, bounds, st.integers(1, 12), st.integers(1, 12), st.booleans(), looks)
 def test_whatever_is_reported_sizes_stay_within_bounds_and_every_plan_has_a_reason(
     prefill, decode, prefills, decodes, turn, looked

@@ -253,5 +253,5 @@ class Machine(RuleBasedStateMachine):
         assert len(self.taken) == len(set(self.taken))
 
 
-TestMachine = Machine.TestCase
+TestMachine = pytest.mark.slow(Machine.TestCase)
 TestMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)

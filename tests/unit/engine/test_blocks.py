@@ -200,7 +200,7 @@ class PoolMachine(RuleBasedStateMachine):
                     assert block not in self.doubted
 
 
-TestPool = PoolMachine.TestCase
+TestPool = pytest.mark.slow(PoolMachine.TestCase)
 TestPool.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
 
 

@@ -338,6 +338,7 @@ def decode_steps(backend):
     return [lens for lens, _ in backend.shapes if max(lens) == 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variety", VARIETIES)
 def test_wrong_candidates_change_no_token_and_exact_steps_verify_nothing(variety):
     asked = [spec_of(prompt, **VARIETIES[variety]) for prompt in ("a prompt of some length", "b")]

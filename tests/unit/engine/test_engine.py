@@ -51,6 +51,7 @@ def solo(backend):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("number", range(6))
 def test_staggered_arrivals_aborts_and_other_holders(backend, solo, number):

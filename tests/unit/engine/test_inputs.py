@@ -37,6 +37,7 @@ def from_nothing(work, tokens):
     return make_batch(rows, [item.count for item in work], wanted, BLOCK)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(st.integers(0, 2**32), st.booleans())
 def test_batches_of_an_engine_equal_those_built_from_nothing(number, staged):

@@ -86,6 +86,7 @@ def alone(prompt: tuple[int, ...], top: int) -> list:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_scores_do_not_depend_on_other_requests_chunks_or_preemption(seed, deterministic, monkeypatch):
     rng = random.Random(seed)

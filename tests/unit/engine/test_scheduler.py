@@ -148,7 +148,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.pool.available == self.total
 
 
-TestScheduler = SchedulerMachine.TestCase
+TestScheduler = pytest.mark.slow(SchedulerMachine.TestCase)
 TestScheduler.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 
 

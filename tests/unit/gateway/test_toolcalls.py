@@ -192,6 +192,7 @@ def test_cuts_change_nothing(form, scraps, data):
         assert found[1] == text
 
 
+@pytest.mark.slow
 @given(form=FORMS, arguments=st.dictionaries(st.text(), st.integers() | st.text() | st.lists(st.text()), max_size=3))
 def test_arguments_come_back(form, arguments):
     if form == "opened":

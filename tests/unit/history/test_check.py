@@ -235,6 +235,7 @@ def swapped(events):
             yield events[one], changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [dropped, doubled, swapped])
 def test_no_event_can_be_changed(folder, changes):
     """The four files are those of processes that lived to the end."""

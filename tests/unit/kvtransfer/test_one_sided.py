@@ -201,6 +201,7 @@ class Struck:
         self._copy(source, range(middle, layers.stop), *rest)
 
 
+@pytest.mark.slow
 @only_mapped
 @example(number=0, layers=0, given_away={SOURCE[0]}, block_size=4, frame=LAYER, verify=True, copies=1)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -292,6 +293,7 @@ def test_places_that_make_no_sense_end_the_channel(shared, change, why: str) -> 
     pair.reports.failed(job.handoff, FrameRefused, why)
 
 
+@pytest.mark.slow
 @only_nixl
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(

@@ -123,7 +123,7 @@ class Handoffs(RuleBasedStateMachine):
         self.both_know_what_is_there()
 
 
-TestHandoffs = Handoffs.TestCase
+TestHandoffs = pytest.mark.slow(Handoffs.TestCase)
 
 LAYOUT = KVLayout(layers=6, kv_heads=1, head_dim=1, block_size=4, dtype="bfloat16")  # 4 bytes a position and layer
 TOKEN = LAYOUT.layer_token_bytes

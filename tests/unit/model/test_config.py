@@ -352,6 +352,7 @@ ROPE_KEYS = [*(field.name for field in dataclasses.fields(RopeConfig)), "mscale"
 ROPE_KEYS += ["original_max_position_embeddings", "partial_rotary_factor", "alpha", "llama_4_scaling_beta"]
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=400)
 @hypothesis.given(
     st.sampled_from(sorted(FAMILIES)),

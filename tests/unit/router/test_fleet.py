@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
@@ -133,7 +134,7 @@ class Changes(RuleBasedStateMachine):
                 assert Facts(*(float(column[row]) for column in side.at)) == BLANK
 
 
-TestChanges = Changes.TestCase
+TestChanges = pytest.mark.slow(Changes.TestCase)
 TestChanges.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 

@@ -72,6 +72,7 @@ class Slow:
         return back + min(until * self.active, sum(e.tokens for e in self.waiting) - back - entry.tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("returning", [0.0, 0.1])
 @settings(max_examples=60, deadline=None)
 @given(rng=st.randoms(use_true_random=False))

@@ -293,6 +293,7 @@ def test_speculation_where_rows_round_differently_is_only_on_demand(settings, mo
     assert [each["event"] for each in logs] == ["speculation_off", "speculation_rounds", "speculation_on"]
 
 
+@pytest.mark.slow
 def test_a_draft_shares_the_memory_and_needs_the_same_vocabulary(settings, tmp_path):
     sets = ("decode.kv_memory=1MiB", "decode.device=cpu")
     whole = build_engine(settings(*sets)).pool.total
@@ -464,6 +465,7 @@ def no_collections():
     gc.enable()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_collections")
 def test_memory_is_freed_although_another_thread_collects(monkeypatch):
     """A collection returns without an effect while another thread is in one, here in a finalizer of its garbage."""
@@ -496,6 +498,7 @@ def test_memory_is_freed_although_another_thread_collects(monkeypatch):
     assert kv() is None
 
 
+@pytest.mark.slow
 def test_a_cache_that_stays_in_use_is_logged_and_does_not_stop_the_worker(monkeypatch):
     monkeypatch.setattr(engine_factory, "FREE_PAUSE_S", 0.0)
     monkeypatch.setattr(engine_factory, "FREE_TRIES", 2)
