@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
 
 import structlog
 
@@ -20,9 +19,6 @@ from baton.errors import ConfigError
 from baton.hashing import fingerprint
 from baton.tokenizer import ORACLE_MODEL, load_tokenizer
 from baton.worker.settings import WorkerSettings
-
-if TYPE_CHECKING:
-    from baton.engine.models.loading import TransformerBackend
 
 KEY, DRAFT, MTP = "decode.speculation", "draft:", "mtp"
 ON_GPU = "steps on a GPU are launched before the tokens of the step before are known"
@@ -78,11 +74,12 @@ def drafter_of(
         return draft_of(settings, path, backend, load)
     if settings.speculation != MTP:
         return NgramProposer()
-    from baton.engine.speculation.prediction import PredictionModel  # the oracle needs no transformer
+    from baton.engine.models.loading import TransformerBackend  # the oracle needs no transformer
+    from baton.engine.speculation.prediction import PredictionModel
 
-    head = getattr(backend, "prediction", None)
-    assert head is not None
-    return PredictionModel(cast("TransformerBackend", backend), head)
+    assert isinstance(backend, TransformerBackend)
+    assert backend.prediction is not None
+    return PredictionModel(backend, backend.prediction)
 
 
 def predicts(settings: WorkerSettings, device: str) -> bool:

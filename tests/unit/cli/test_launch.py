@@ -263,13 +263,14 @@ def test_a_detached_start_can_be_stopped_while_the_model_is_prepared(tmp_path, m
 @pytest.mark.parametrize("detach", [False, True])
 def test_a_second_start_is_refused_before_its_download(tmp_path, monkeypatch, detach):
     monkeypatch.setenv("BATON_HOME", str(tmp_path))
-    monkeypatch.setattr(launch, "prepared", Mock(side_effect=Cancelled("stopped")))
+    prepared = Mock(side_effect=Cancelled("stopped"))
+    monkeypatch.setattr(launch, "prepared", prepared)
     (file := tmp_path / "c.yaml").write_text(OK_FILE % DEMO)
     (first := StateFolder("x")).acquire()
     try:
         with pytest.raises(ConfigError, match="name: a cluster named 'x' is running"):
             launch.up(file, [], Stop(), detach=detach, announce=launch.announce)
-        assert not launch.prepared.called
+        assert not prepared.called
     finally:
         first.release()
     with pytest.raises(Cancelled):

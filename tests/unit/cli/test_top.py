@@ -4,6 +4,7 @@ import queue
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -186,6 +187,10 @@ async def test_rows_go_and_come_and_the_cursor_stays_with_its_request(router):
         assert column(table(app, "workers"), "tok/s") == ["250", "0"]
 
 
+def shows(workers: Table, columns: int) -> bool:
+    return len(workers.columns) == columns and workers.row_count == 2
+
+
 async def test_the_columns_follow_the_width(router):
     async with shown(router) as (app, pilot):
         workers = table(app, "workers")
@@ -195,7 +200,7 @@ async def test_the_columns_follow_the_width(router):
         assert label(workers, "note").endswith("▲")
         for width, count in ((80, render.FIRST), (render.NARROW, len(render.WORKERS)), (100, render.FIRST)):
             await pilot.resize_terminal(width, 40)
-            await until(lambda count=count: len(workers.columns) == count and workers.row_count == 2)
+            await until(partial(shows, workers, count))
             assert column(workers, "worker") == ["decode-0", "prefill-0"]
 
 

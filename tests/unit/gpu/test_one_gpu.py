@@ -31,7 +31,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
-    process = Receiver("--over", "cuda_ipc")
+    process = Receiver(over="cuda_ipc")
     yield process
     process.kill()
 
