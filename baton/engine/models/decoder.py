@@ -5,9 +5,10 @@ Each layer adds the previous block's delta to the residual stream as part of its
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,12 +24,17 @@ from baton.engine.models.llama import Norm, Parts, SelfAttention, Step
 from baton.engine.models.moe import feed_forward
 from baton.engine.models.recurrent.layers import recurrent_layer
 from baton.engine.models.rope import Rotary
-from baton.engine.models.spec import AttentionSpec, LayerInputs
+from baton.engine.models.spec import AttentionSpec, DecoderSpec, LayerInputs
 
 
 class _Attend(Protocol):
     def __call__(self, x: Tensor, step: Step, keys: Tensor, values: Tensor) -> Tensor:
         """Return the delta of the residual stream."""
+
+
+class _AnyLayer(Protocol):
+    def __call__(self, x: Tensor, delta: Tensor | None, step: Step, keys: Tensor, values: Tensor) -> Tensor | None:
+        """Return what the next layer adds to the residual stream."""
 
 
 class Layer:
@@ -117,6 +123,15 @@ class LayerEmbedding:
         return self.norm(projected, torch.empty_like(projected)).add_(of_tokens).mul_(2.0**-0.5)
 
 
+def layer_kind(spec: DecoderSpec) -> Callable[[ModelConfig, Parts, AttentionSpec, int, str], _AnyLayer]:
+    """Return the class of the layers of a family."""
+    if spec.inputs:
+        return InputLayer
+    if spec.single:
+        return SingleLayer
+    return ParallelLayer if spec.parallel else Layer
+
+
 class SingleLayer:
     """One layer with attention or a feed-forward network, not both, and a norm before it."""
 
@@ -159,15 +174,7 @@ class Decoder:
         self.config, self.kernels, weights = config, parts.kernels, parts.weights
         self.spec, names = config.spec, config.names_in(weights.checkpoint.__contains__)
         self.embed = weights.tensor(f"{names.embed}.weight", config.vocab_size, config.hidden_size)
-        make: Any = (
-            InputLayer
-            if self.spec.inputs
-            else SingleLayer
-            if self.spec.single
-            else ParallelLayer
-            if self.spec.parallel
-            else Layer
-        )
+        make = layer_kind(self.spec)
         layers = enumerate(self.spec.attention)
         scale = self.spec.embedding_scale
         self.embedding_scale = None if scale == 1.0 else torch.tensor(scale, dtype=weights.dtype, device=weights.device)
@@ -212,13 +219,13 @@ class Decoder:
                 self._exchange(batch.thinking, number + 1, x, delta)
         return self._logits(x if delta is None else x.add_(delta), batch.logit_rows)
 
-    def _exchange(self, thinking: Injection, number: int, x: Tensor, delta: Tensor) -> None:
+    def _exchange(self, thinking: Injection, number: int, x: Tensor, delta: Tensor | None) -> None:
         """Exchange states and hidden rows after layer `number`, counted from 1. The layer's output is x + delta."""
         assert self.config.thinking is not None
         if number == self.config.thinking.input_layer:
             x.add_(thinking.states)
         if number == self.config.thinking.output_layer and thinking.rows is not None:
-            thinking.hidden = x[thinking.rows] + delta[thinking.rows]
+            thinking.hidden = x[thinking.rows] if delta is None else x[thinking.rows] + delta[thinking.rows]
 
     def step_of(self, batch: Batch, block_size: int) -> Step:
         """Return the state that all layers share in a forward of this batch."""
@@ -262,7 +269,7 @@ class Decoder:
 class PredictionHead:
     """The first layer for multi-token prediction of a DeepSeek-V3 checkpoint (arXiv 2412.19437, section 2.2).
 
-        x_i = eh_proj([enorm(embed(t_(i+1))), hnorm(h_i)])      h_i: the row behind the last norm, as in vLLM and SGLang
+        x_i = eh_proj([enorm(embed(t_(i+1))), hnorm(h_i)])      h_i: the row behind the last norm
         h'_i = shared_head.norm(layer(x_i))                     logits of t_(i+2): head(h'_i)
 
     Embedding and head are those of the model. Its copies of them in the checkpoint are not read.
