@@ -7,12 +7,13 @@ Nothing here waits, or keeps a reference to a request.
 
 from __future__ import annotations
 
+import heapq
 import math
 import re
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
+from operator import itemgetter
 
 import numpy as np
 
@@ -24,16 +25,19 @@ from baton.rpc.v1 import admin_pb2
 
 KEPT = 200
 REPEAT_S = 10.0  # between events of rejections with one reason, whose number an event has
+OTHERS = ("refused", "other rejections", "")
 
 
 class EventFeed:
-    """The latest `KEPT` events, numbered from 1. Equal events between two `settle` calls are merged into one, and equal
-    rejections within `REPEAT_S`. So clients that send nonsense do not push out other events.
+    """The latest events, numbered from 1: `KEPT` of them, and `KEPT // 2` rejections, which never push out others.
+    Equal events between two `settle` calls are merged into one, and equal rejections within `REPEAT_S`. Rejections
+    beyond `KEPT // 2` reasons at a time are merged, too.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._kept: deque[admin_pb2.Happening] = deque(maxlen=KEPT)
+        self._kept: deque[tuple[int, admin_pb2.Happening]] = deque(maxlen=KEPT)
+        self._kept_rejections: deque[tuple[int, admin_pb2.Happening]] = deque(maxlen=KEPT // 2)
         self._pending: dict[tuple[str, str, str], admin_pb2.Happening] = {}
         self._repeats: Counter[tuple[str, str, str]] = Counter()  # of each pending event
         self._rejected: dict[tuple[str, str, str], float] = {}  # times of the latest events of rejections
@@ -53,9 +57,11 @@ class EventFeed:
         time, now by default. Events with equal `group` are merged; the default is the text.
         """
         key = kind, group or text, worker_id
+        if kind == "refused" and key not in self._pending and len(self._pending) >= KEPT // 2:
+            key, text, request_id = OTHERS, OTHERS[1], ""
         if key in self._pending:
             self._repeats[key] += 1
-        elif len(self._pending) < (KEPT // 2 if kind == "refused" else KEPT):
+        elif len(self._pending) < KEPT or key == OTHERS:
             at = self._clock.wall() if at is None else at
             event = admin_pb2.Happening(time_s=at, kind=kind, text=text, request_id=request_id, worker_id=worker_id)
             self._pending[key] = event
@@ -68,14 +74,18 @@ class EventFeed:
             event, repeats = self._pending.pop(key), self._repeats.pop(key, 0)
             if repeats:
                 event.text, event.request_id = f"{event.text} ({repeats + 1} times)", ""
+            self.last += 1
             if event.kind == "refused":
                 self._rejected[key] = now
-            self._kept.append(event)
-            self.last += 1
+                self._kept_rejections.append((self.last, event))
+            else:
+                self._kept.append((self.last, event))
         return self.last
 
     def since(self, number: int) -> list[admin_pb2.Happening]:
-        return list(islice(self._kept, max(0, len(self._kept) - (self.last - number)), None))
+        """Return the events after this number, in their order."""
+        kept = heapq.merge(self._kept, self._kept_rejections, key=itemgetter(0))
+        return [event for place, event in kept if place > number]
 
 
 KEPT_S = 60

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -121,11 +122,14 @@ def run(name: str, python: Path, base: str, model: Path) -> Found:
     env = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "BATON", "OPENAI"))}
     env |= {"HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "OTEL_SDK_DISABLED": "true"}
     command = [str(python), str(program), base, "demo", str(model)]
-    try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-        lines, broken = done.stdout.splitlines(), done.stderr.strip().splitlines()[-1:] if done.returncode else []
-    except subprocess.TimeoutExpired:
-        lines, broken = [], [f"no end after {TIMEOUT_S} s"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=env, start_new_session=True, **pipes) as process:
+        try:
+            out, err = process.communicate(timeout=TIMEOUT_S)
+            lines, broken = out.splitlines(), err.strip().splitlines()[-1:] if process.returncode else []
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # load generators have processes of their own
+            lines, broken = [], [f"no end after {TIMEOUT_S} s"]
     given: list[Any] = [json.loads(line) for line in lines if line.startswith('{"check"')]
     checks = [(each["check"], "" if each["ok"] else short(each["reason"])) for each in given]
     checks += [("program", short(line)) for line in broken]

@@ -33,8 +33,9 @@ def find_cluster(name: str | None, *, starting: bool = False) -> ClusterState:
     chosen = [state for state in running if name in {None, state.name}]
     if len(chosen) == 1:
         if not (chosen[0].ready or starting):
-            lost = "has no readable state file; `baton down` stops it"
-            raise NoWorker(f"cluster {chosen[0].name!r} {lost if chosen[0].lost else 'is still starting'}")
+            lost = chosen[0].lost and StateFolder(chosen[0].name).config.exists()  # it is written after the download
+            reason = "has no readable state file; `baton down` stops it" if lost else "is still starting"
+            raise NoWorker(f"cluster {chosen[0].name!r} {reason}")
         return chosen[0]
     if not running:
         running_clusters(strict=True)

@@ -157,13 +157,16 @@ class StateFolder:
                     os.truncate(file, 0)
 
     def release(self) -> None:
-        """Unlock the name and remove the files that only a running cluster needs. The logs stay."""
+        """Unlock the name and remove the files that only a running cluster needs. The logs stay. Without the lock, the
+        files are those of another cluster, and nothing is done.
+        """
+        if self._lock is None:
+            return
         with suppress(OSError):  # a read-only disk; the next `acquire` tries again
             self._clear()
-        if self._lock is not None:
-            os.ftruncate(self._lock.fileno(), 0)
-            self._lock.close()
-            self._lock = None
+        os.ftruncate(self._lock.fileno(), 0)
+        self._lock.close()
+        self._lock = None
 
     def _clear(self) -> None:
         for file in (self._state, self.config):

@@ -29,7 +29,6 @@ ROOT = Path(__file__).resolve().parents[2]
 FACTS = ("device", "driver", "capability", "torch", "triton", "cuda", "nccl")
 LAST_LINES = 12  # of the output of a failed step
 PROCESSES = multiprocessing.get_context("forkserver")  # imports torch once; the server never uses CUDA
-PROCESSES.set_forkserver_preload(["torch", "benchmarks.gpu_first.child"])
 DRY_FACTOR = 4.0  # a dry run may share a slow machine with other tests
 LEAST_S = 5.0  # less time is not worth the start of a step
 
@@ -109,6 +108,7 @@ def answer_of(step: Step, limit_s: float, *, dry: bool, logs: Path | None = None
     with tempfile.TemporaryDirectory(prefix="baton-gpu-first-") as folder:
         out, log = Path(folder) / "answer.json", Path(folder) / "step.log"
         arguments = step.module, str(out), str(log), environment(dry=dry)
+        PROCESSES.set_forkserver_preload(["torch", "benchmarks.gpu_first.child"])
         process = PROCESSES.Process(target=run_step, args=arguments, kwargs={"dry": dry})
         process.start()
         process.join(limit_s)

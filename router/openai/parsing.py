@@ -176,6 +176,10 @@ def _worded(detail: Any, message: str) -> str:
             return f"must have at most {most} items, got {size}"
         case "string_too_long":
             return f"must have at most {most} characters, got {len(detail['input'])}"
+        case "literal_error":
+            return (
+                f"must be {given['expected'].replace('True', 'true').replace('False', 'false')}{_got(detail['input'])}"
+            )
         case kind if kind in _WORDS:
             return f"must be {_WORDS[kind]}{_got(detail['input'])}"
     return message.replace("Input should be", "must be") + _got(detail["input"])

@@ -75,10 +75,13 @@ class Tool(Body):
     function: Function
 
 
+CalledName = Annotated[str, Field(max_length=MAX_HTTP_NAME_CHARS)]
+
+
 class CalledFunction(Body):
     """A past call by the model; `arguments` is JSON."""
 
-    name: str
+    name: CalledName
     arguments: Annotated[str, AfterValidator(_arguments)]
 
 
@@ -178,10 +181,16 @@ _GUIDED = {
 }
 
 
+def _json_schema(value: object) -> object:
+    if value is None or isinstance(value, dict | str):
+        return value
+    raise ValueError("must be an object or a string")
+
+
 class StructuredOutputs(Body):
     """vLLM's constraints of an answer's text; exactly one is set."""
 
-    json_schema: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    json_schema: Annotated[dict[str, Any] | str | None, Field(alias="json"), BeforeValidator(_json_schema)] = None
     regex: str | None = None
     choice: list[str] | None = None
     json_object: Literal[True] | None = None
@@ -228,7 +237,7 @@ class Common(Body):
     thoughts: bool | None = None
     think_while_decoding: bool | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
+    guided_json: Annotated[dict[str, Any] | str | None, BeforeValidator(_json_schema)] = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None

@@ -68,7 +68,8 @@ _EMBEDDINGS = (
     " states of a prompt, and a pooling step"
 )
 _MESSAGES = "/v1/messages"
-_FAILED = {499, 500}  # statuses that reject nothing
+_FAILED = {499, 500, 504}  # statuses that reject nothing
+_PAGE = ("/live", "/page")  # the page calls these itself
 _PLAIN = "text/plain; charset=utf-8"
 _KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that the client closes first and loses no request
 _BACKLOG = 2048
@@ -145,7 +146,7 @@ class Gateway:
     async def _on_exception(self, request: Request, error: Exception) -> Response:
         """Return the error response. Starlette raises an unexpected exception again, so that it is logged."""
         problem = _problem(request, error)
-        if problem.status not in _FAILED:
+        if problem.status not in _FAILED and not request.scope["path"].startswith(_PAGE):
             self._settings.rejected(problem.rejection)
         if request.scope["path"].startswith(_MESSAGES):
             problem = MessagesProblem.of(problem)

@@ -33,7 +33,6 @@ from tests.unit.kvtransfer.support import FINGERPRINT, LAYOUT, P, RecordingTable
 
 BLOCKS = 64
 FORKED = multiprocessing.get_context("forkserver")  # of a process that has imported torch, which takes two seconds
-FORKED.set_forkserver_preload([__name__])
 
 
 def kv_for(over: str, seed: int | None, layout: KVLayout = LAYOUT) -> KVCache:
@@ -65,6 +64,7 @@ class Process:
     """A process with one side, which runs `receive` or `send`."""
 
     def __init__(self, role: str, **options: Any) -> None:
+        FORKED.set_forkserver_preload([__name__])  # here, because other modules that are imported set one, too
         self._link, theirs = FORKED.Pipe()
         self.process = FORKED.Process(target=main, args=(role, Options(**options), theirs), daemon=True)
         self.process.start()

@@ -152,7 +152,7 @@ async def test_text_and_calls_can_have_a_schema(gateway):
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id", "stores no responses"),
         ({"conversation": "c"}, "conversation", "stores no responses"),
-        ({"background": True}, "background", "must be False"),
+        ({"background": True}, "background", "must be false"),
         ({"input": []}, "input", "must not be empty"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "'message', 'function_call'"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "input_text"),

@@ -1,5 +1,6 @@
 """Compiled CPU kernels for tests, or a skip that states why this machine has none."""
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from baton.home import baton_home
 T = TypeVar("T")
 SHARED = baton_home() / "kernels"  # of the run, before any test sets another $BATON_HOME
 CACHING = """#!{python} -IS
-import hashlib, pathlib, shutil, subprocess, sys
+import hashlib, os, pathlib, shutil, subprocess, sys
 
 arguments, cache = sys.argv[1:], pathlib.Path({cache!r})
 cc = shutil.which("cc") or "gcc"
@@ -22,9 +23,13 @@ if "-c" not in arguments:
 source, out = (pathlib.Path(arguments[arguments.index(flag) + 1]) for flag in ("-c", "-o"))
 flags = [one for one in arguments if one not in (str(source), str(out))]
 texts = [file.read_bytes() for file in sorted(source.parent.glob("*.[ch]"))]
+texts.append(subprocess.check_output([cc, "--version"]))
 kept = cache / (hashlib.sha256(repr((flags, texts)).encode()).hexdigest() + ".o")
-if not kept.exists() and (failed := subprocess.call([cc, *flags[:-2], "-c", source, "-o", kept])):
-    sys.exit(failed)
+if not kept.exists():
+    draft = kept.with_suffix(f".{{os.getpid()}}")
+    if failed := subprocess.call([cc, *flags[:-2], "-c", source, "-o", draft]):
+        sys.exit(failed)
+    draft.replace(kept)
 shutil.copy(kept, out)
 """
 
@@ -50,6 +55,8 @@ def caching_compiler() -> str:
     """Return the path of a C compiler for `CC`, which compiles the kernels of a wheel once for several builds."""
     program, objects = SHARED / "caching-cc", SHARED / "objects"
     objects.mkdir(parents=True, exist_ok=True)
-    program.write_text(CACHING.format(python=sys.executable, cache=str(objects)))
-    program.chmod(0o755)
+    draft = program.with_suffix(f".{os.getpid()}")
+    draft.write_text(CACHING.format(python=sys.executable, cache=str(objects)))
+    draft.chmod(0o755)
+    draft.replace(program)
     return str(program)

@@ -1,7 +1,5 @@
 """Tests that share fixtures of a module run on one xdist worker, so that each fixture is made once."""
 
-from pathlib import Path
-
 import pytest
 
 
@@ -10,7 +8,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put each test with a fixture of its module into the group of its file, if it is in no other group."""
     for item in items:
         if shares_fixtures(item) and item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(Path(item.path).stem))
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
 def shares_fixtures(item: pytest.Item) -> bool:

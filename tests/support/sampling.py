@@ -65,6 +65,7 @@ def level_of(item: pytest.Item) -> str | None:
 
 @cache
 def other_levels(drawn: str) -> set[str]:
-    """Return the levels of this processor without the best one and a drawn one."""
-    here = [level for level, needed in LEVELS.items() if machine().flags.issuperset(needed)][1:]
-    return set(here) - set(random.Random(f"{drawn} level").sample(here, min(1, len(here))))
+    """Return all levels but the best one of this processor and a drawn one, or none if it has no level."""
+    best, *others = [level for level, needed in LEVELS.items() if machine().flags.issuperset(needed)] or [""]
+    kept = {best, *random.Random(f"{drawn} level").sample(others, min(1, len(others)))}
+    return set(LEVELS) - kept if best else set()

@@ -68,8 +68,7 @@ def test_of_the_levels_the_best_one_here_and_a_drawn_one_are_kept(monkeypatch):
         case.callspec = SimpleNamespace(params={"level": case.nodeid})
     needed = frozenset(LEVELS["avx512"]) | set(LEVELS["avx-vnni"])
     monkeypatch.setattr(sampling, "machine", lambda: Machine("x", needed))
-    absent = {"native", "neon", "avx512-bf16", "avx512-vnni"}  # those that this processor lacks are skipped
-    found = [kept_levels(str(drawn)) - absent for drawn in range(20)]
+    found = [kept_levels(str(drawn)) - {"native"} for drawn in range(20)]
     assert all(len(levels) == 2 and "avx512" in levels for levels in found)
     assert set.union(*found) == {"avx512", "avx-vnni", "avx2"}
     sampling.other_levels.cache_clear()

@@ -77,6 +77,7 @@ def _():
         calls = turn(messages, choice)
         assert [call.name for call in calls[:1]] in (["Read"], ["Grep"], ["Bash"]), calls
         assert choice["type"] != "tool" or calls[0].name == "Bash", calls
+        assert len(calls) == 1 or "disable_parallel_tool_use" not in choice, calls
         messages.append(results(calls, failed={0}))
         counts.append(client.messages.count_tokens(**AGENT, messages=messages).input_tokens)
     assert counts == sorted(set(counts)), counts
@@ -97,4 +98,5 @@ def _():
     counted, reply = client.messages.count_tokens(**given).input_tokens, client.messages.create(**given, max_tokens=4)
     usage = reply.usage
     total = usage.input_tokens + (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
-    return counted == total or f"counted {counted}, used {usage}" == ""
+    assert counted == total, (counted, usage)
+    return True

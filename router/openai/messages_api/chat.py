@@ -63,8 +63,7 @@ def count_body(body: CountBody) -> TokenizeBody:
     asked = _prompt(body)
     if body.tool_choice is not None and body.tool_choice.type == "none":
         asked["tools"] = None
-    with http_names(field_names(body)):
-        return validated(asked | {"model": body.model}, TokenizeBody)
+    return validated(asked | {"model": body.model}, TokenizeBody)
 
 
 def _prompt(body: CountBody) -> Json:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from baton.limits import MAX_HTTP_TOOLS
-from router.openai.schema import Body, Int32
+from router.openai.schema import Body, CalledName, Int32
 
 
 class _Block(Body):
@@ -42,7 +42,7 @@ class ToolUse(_Block):
 
     type: Literal["tool_use"]
     id: str
-    name: str
+    name: CalledName
     input: dict[str, Any]
     caller: dict[str, Any] | None = None
     toolset_name: None = None

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from baton.limits import MAX_HTTP_TOOLS
-from router.openai.schema import Body, Int32, Seed
+from router.openai.schema import Body, CalledName, Int32, Seed
 
 _STORED = "not supported by this server, because it stores no responses; send the earlier items in input"
 
@@ -51,7 +51,7 @@ class CallItem(_Item):
 
     type: Literal["function_call"]
     call_id: str
-    name: str
+    name: CalledName
     arguments: str
     namespace: str | None = None
     caller: dict[str, Any] | None = None
@@ -100,6 +100,13 @@ class ResponsesTool(Body):
     defer_loading: Literal[False] | None = None
 
 
+def _choice(value: Any) -> Any:
+    named = isinstance(value, dict) and {*value} == {"type", "name"} and value["type"] == "function"
+    if value in (None, "none", "auto", "required") or (named and isinstance(value["name"], str)):
+        return value
+    raise ValueError('must be none, auto, required, or {"type": "function", "name": ...}')
+
+
 class NamedChoice(Body):
     """The function to call."""
 
@@ -144,7 +151,7 @@ class ResponsesBody(Body):
     stream: bool | None = None
     stream_options: ResponsesStream | None = None
     tools: Annotated[list[ResponsesTool], Field(max_length=MAX_HTTP_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    tool_choice: Annotated[Literal["none", "auto", "required"] | NamedChoice | None, BeforeValidator(_choice)] = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     user: str | None = None

@@ -138,6 +138,12 @@ def test_every_mistake_is_named():
     assert {violation.field for violation in refused.value.violations} == set(wrong)
 
 
+CALL_OF_257 = {
+    "role": "assistant",
+    "tool_calls": [{"id": "c", "type": "function", "function": {"name": "n" * 257, "arguments": "{}"}}],
+}
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "words"),
     [
@@ -157,14 +163,19 @@ def test_every_mistake_is_named():
         (ChatBody, {"messages": [{"role": "user", "content": "x", "refusal": "r"}]}, "refusal: must be null, got a"),
         (ChatBody, {"n": 17}, "n: must be less than or equal to 16, got 17"),
         (ChatBody, {"metadata": 3}, "metadata: must be an object, got 3"),
+        (ChatBody, {"guided_json": 5}, "guided_json: must be an object or a string"),
+        (ChatBody, {"structured_outputs": {"json_object": False}}, "json_object: must be true, got false"),
+        (ChatBody, {"messages": [CALL_OF_257]}, "messages[0].tool_calls[0].function.name: must have at most 256"),
+        (ResponsesBody, {"input": "x", "background": True}, "background: must be false, got true"),
+        (ResponsesBody, {"input": "x", "tool_choice": {"zz": 1}}, "tool_choice: must be none, auto, required, or {"),
         (MessagesBody, {"messages": [{"role": "user", "content": [7]}]}, "content[0]: must be an object"),
     ],
 )
 def test_mistakes_are_in_words_of_json(kind, fields, words):
-    """pydantic speaks of Python: of lists "after validation", dictionaries and None."""
-    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1} | fields
+    """The texts of pydantic have words of Python: lists "after validation", dictionaries and None."""
+    body = {} if kind is ResponsesBody else {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
     with pytest.raises(InvalidRequest) as refused:
-        checked(orjson.dumps(body), kind)
+        checked(orjson.dumps(body | fields), kind)
     assert words in str(refused.value)
 
 

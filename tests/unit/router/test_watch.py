@@ -15,7 +15,7 @@ from baton.ledger.control_state import ControlReport
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.testing import FakeClock
 from baton.tracing.trace import Ended, TraceContext
-from router.activity import KEPT, ActivityRecorder, EventFeed, LastMinute
+from router.activity import KEPT, REPEAT_S, ActivityRecorder, EventFeed, LastMinute
 from router.request.observer import ChoiceObserver, RequestObserver
 from router.request.traces import Trace, Traces, Track
 from router.status import RouterStatus, SingleFlight
@@ -148,12 +148,20 @@ def test_a_rejection_that_repeats_is_one_event_in_ten_seconds(clock):
     assert [place for place, found in enumerate(texts) if found] == [0, 10, 20]
     assert texts[0] + texts[10] == ["HTTP 404 not_found (4 times)", "HTTP 404 not_found (40 times)"]
     assert seen.recent.window().refused == 100
-    for number in range(2 * KEPT):
-        seen.rejected(f"HTTP 400 {number}")
+
+
+def test_rejections_with_many_reasons_push_out_no_other_event(clock):
+    seen = ActivityRecorder(clock)
     seen.happenings.add("left", "a decode worker is gone")
-    before = seen.happenings.last
-    assert seen.happenings.settle() - before <= KEPT // 2 + 1
-    assert "a decode worker is gone" in [one.text for one in seen.happenings.since(before)]
+    for turn in range(5):
+        for number in range(KEPT):
+            seen.rejected(f"HTTP 400 {turn} {number}")
+        seen.happenings.settle()
+        clock.advance(REPEAT_S)
+    texts = [one.text for one in seen.happenings.since(0)]
+    assert texts[0] == "a decode worker is gone"
+    assert len(texts) == 1 + KEPT // 2
+    assert texts[-1] == "other rejections (100 times)"
 
 
 def test_rejected_requests_are_grouped_by_their_fields_and_show_no_value(clock):
