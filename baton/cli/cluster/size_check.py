@@ -17,6 +17,7 @@ from baton.tokenizer import ORACLE_MODEL
 
 BLOCK = 16  # tokens, for `auto`
 RECURRENT = {"layers_block_type", "attn_layer_indices", "mamba_n_heads", "linear_num_key_heads", "conv_L_cache"}
+UNUSUAL = RECURRENT | {"global_head_dim", "per_layer_config", "index_head_dim", "text_config"}  # other rows of KV
 
 
 def check_sizes(config: ClusterConfig, on_gpus: Collection[Role]) -> None:
@@ -31,13 +32,13 @@ def check_sizes(config: ClusterConfig, on_gpus: Collection[Role]) -> None:
 
 def _in_doubt(config: ClusterConfig, pool: PoolConfig, folder: Path) -> bool:
     """Whether `kv_memory` may be too small, by an estimate that holds for plain decoders. Recurrent layers have states
-    instead of KV, so their models are in doubt.
+    instead of KV, and other layers other heads, so their models are in doubt.
     """
     if pool.kv_memory == "auto":
         return False
     try:
         fields = json.loads((folder / "config.json").read_bytes())
-        if RECURRENT & fields.keys():
+        if UNUSUAL & fields.keys():
             return True
         heads = fields["num_attention_heads"]
         sizes = heads if (kv := fields.get("num_key_value_heads")) is None else kv, fields["hidden_size"] // heads

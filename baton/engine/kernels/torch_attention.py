@@ -194,13 +194,21 @@ class SteadyAttention:
         span: int | None = None,
         chunk: int | None = None,
         soft_cap: float | None = None,
+        kept: bool = True,
     ) -> None:
+        """Chunks of several new tokens are cut again at each use if they are not `kept`, because masks are large."""
         self._scale, self._block_size, self._window = scale, block_size, window
         self._span, self._within, self._soft_cap = span, chunk, soft_cap
         starts = accumulate(batch.query_lens, initial=0)
         self.rows = [slice(start, start + n) for start, n in zip(starts, batch.query_lens, strict=False)]
         lengths = zip(batch.block_tables.to(torch.int64), batch.query_lens, batch.context_lens, strict=True)
-        self.chunks = [self._cut(*sequence) for sequence in lengths]
+        self._lengths = list(lengths)
+        self._kept = [self._cut(*each) if kept or each[1] == 1 else None for each in self._lengths]
+
+    @property
+    def chunks(self) -> Iterator[list[FixedChunk]]:
+        """The chunks of each sequence."""
+        return (kept or self._cut(*each) for kept, each in zip(self._kept, self._lengths, strict=True))
 
     def __call__(
         self,

@@ -9,7 +9,8 @@ If kv_b = [W_k, W_v] per head, then q_c . k_c = (q_c W_k) . c, and the sum of we
 weights times c. Heads can thus attend to the cached latent rows directly, as queries of one wide KV head, without
 k_c and v (`_absorbed`). Computing k_c and v is less work if the forward holds its sequences whole (`_expanded`).
 
-In V3.2 an indexer selects the positions of each row (`Indexer`). Up to `top_k` positions, that is all of them.
+In V3.2 an indexer selects the positions of each row (`Indexer`). Up to `top_k` positions, that is all of them. Beyond,
+prompt chunks are computed in tiles of rows, except in fixed forwards, whose chunks are short.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from baton.engine.models.moe import Float32Linear
 from baton.engine.models.spec import EVERYWHERE, NormSpec
 
 LOW_RANK = NormSpec(1e-6)  # independent of rms_norm_eps
+TILE = 64  # rows of a prompt chunk that are selected together; limits scores and masks to TILE x context
 
 
 class LatentAttention:
@@ -159,12 +161,10 @@ class Indexer:
         self._rotate(query, step)
         weights = self.weigh(x, take("index_weights", rows, heads, torch.float32)) * self.scale
         for part, chunks in zip(attention.rows, attention.chunks, strict=True):
-            scores = [
-                self._scores(query[part].float(), weights[part], cache[slots, self.width :]) for slots, _ in chunks
-            ]
-            pairs = zip(scores, chunks, strict=True)
-            ranks = torch.cat([each.masked_fill(hidden, -torch.inf) for each, (_, hidden) in pairs], -1)
-            kept = best(ranks, self.config.top_k)
+            if not step.fixed and sum(len(slots) for slots, _ in chunks) <= self.config.top_k:
+                yield chunks  # all positions are selected
+                continue
+            kept = best(self._ranks(query[part].float(), weights[part], chunks, cache), self.config.top_k)
             if len(kept) == 1 and not step.fixed:
                 slots = torch.cat([slots for slots, _ in chunks])[kept[0]]
                 yield [(slots, torch.zeros(1, len(slots), dtype=torch.bool, device=slots.device))]
@@ -172,10 +172,14 @@ class Indexer:
             parts = torch.split(kept, [len(slots) for slots, _ in chunks], -1)
             yield [(slots, hidden | ~own) for (slots, hidden), own in zip(chunks, parts, strict=True)]
 
-    def _scores(self, query: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
-        """Return scores [N, S] of float32 queries [N, heads, dim] and weights [N, heads], and keys [S, dim]."""
-        products = torch.mm(query.flatten(0, 1), keys.float().T).view(*query.shape[:2], -1)
-        return (products.relu_() * weights[..., None]).sum(1)
+    def _ranks(self, query: Tensor, weights: Tensor, chunks: list[FixedChunk], cache: Tensor) -> Tensor:
+        """Return scores float32 [N, S] of queries [N, heads, dim] and weights [N, heads], -inf for hidden positions."""
+        ranks = query.new_empty(len(query), sum(len(slots) for slots, _ in chunks))
+        for (slots, hidden), out in zip(chunks, ranks.split([len(slots) for slots, _ in chunks], -1), strict=True):
+            products = torch.mm(query.flatten(0, 1), cache[slots, self.width :].float().T)
+            products = products.view(*query.shape[:2], -1).relu_().mul_(weights[..., None])
+            out.copy_(products.sum(1)).masked_fill_(hidden, -torch.inf)
+        return ranks
 
     def _rotate(self, x: Tensor, step: Step) -> None:
         """Rotate the first dimensions of x [N, heads, dim] in place in float32. Pairs are (i, i + rope_dim / 2)."""
@@ -189,7 +193,7 @@ def best(ranks: Tensor, count: int) -> Tensor:
         return torch.ones_like(ranks, dtype=torch.bool)
     least = ranks.topk(count).values[:, -1:]
     above, equal = ranks > least, ranks == least
-    return above | (equal & (equal.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
+    return above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= count - above.sum(-1, keepdim=True)))
 
 
 def _per_head(x: Tensor, weights: Tensor) -> Tensor:
@@ -210,13 +214,26 @@ def latent_step(
     """
     scale, indexer = config.spec.attention[0].scale, config.latent.indexer if config.latent else None
     if indexer is not None and (batch.fixed or max(batch.context_lens) > indexer.top_k):
-        selecting = SteadyAttention(batch, block_size, None, scale, span=None if batch.fixed else SPAN)
+        rows, span = (batch, None) if batch.fixed else (_tiled(batch), SPAN)
+        selecting = SteadyAttention(rows, block_size, None, scale, span=span, kept=batch.fixed)
         special = {EVERYWHERE: selecting}
         return Step(rotations, batch.slot_mapping, {}, scratch, fixed=batch.fixed, special=special)
     fresh = not batch.fixed and batch.query_lens == batch.context_lens and max(batch.query_lens) > 1
     cache = (_rows_as_cache(batch), 1) if fresh else (batch, block_size)
     attend = kernels.attention(*cache, None, scale)
     return Step(rotations, batch.slot_mapping, {EVERYWHERE: attend}, scratch, over_rows=fresh, fixed=batch.fixed)
+
+
+def _tiled(batch: Batch) -> Batch:
+    """Return the batch for a `SteadyAttention`, in which TILE rows of a sequence and their context are a sequence."""
+    lengths = list(enumerate(zip(batch.query_lens, batch.context_lens, strict=True)))
+    ends = [(n, end, new, seen) for n, (new, seen) in lengths for end in (*range(TILE, new, TILE), new)]
+    return replace(
+        batch,
+        query_lens=[(end - 1) % TILE + 1 for _, end, _, _ in ends],
+        context_lens=[seen - new + end for _, end, new, seen in ends],
+        block_tables=batch.block_tables[[n for n, _, _, _ in ends]],
+    )
 
 
 def _rows_as_cache(batch: Batch) -> Batch:

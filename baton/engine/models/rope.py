@@ -14,7 +14,7 @@ from torch import Tensor
 from baton.engine.kernels.base import Rotation
 from baton.engine.models.json_fields import MAX_INT, Fields
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 # Far beyond useful values. They protect float32 from overflow by an untrusted config.
 MIN_FACTOR, MAX_FACTOR, MAX_THETA = 1e-6, 1e6, 1e30
 
@@ -51,9 +51,11 @@ def parse_rope(
     *,
     partial: float | None = None,
     kind_of_layers: str = "",
+    proportional: bool = False,
 ) -> RopeConfig:
     """Parse `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (before). If `partial` is None, all
     dimensions must be rotated; else it is the default share. `kind_of_layers` selects a part of `rope_parameters`.
+    `proportional` allows this type, whose keys must all be in that part. Raises CheckpointError with the key.
     """
     rope = fields.section("rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters")
     if kind_of_layers and rope.values and not fields.values.get("rope_scaling"):
@@ -63,8 +65,9 @@ def parse_rope(
     kind = rope.text("rope_type", rope.text("type", "default"))
     if any(isinstance(value, dict) for value in rope.values.values()):
         raise rope.error("rope_type", "for each layer type is not supported")
-    if kind not in ROPE_TYPES:
-        raise rope.error("rope_type", f"{kind!r} is not supported (supported: {', '.join(ROPE_TYPES)})")
+    kinds = (*ROPE_TYPES, "proportional") if proportional else ROPE_TYPES
+    if kind not in kinds:
+        raise rope.error("rope_type", f"{kind!r} is not supported (supported: {', '.join(kinds)})")
     if kind == "proportional":
         return _proportional(rope, max_positions, head_dim, default_theta)
     head_dim = _rotated(rope, fields, head_dim, partial)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
+from baton.engine.models.config_variants import MAX_DIM
 from baton.engine.models.families.common import (
     FULL,
     SLIDING,
@@ -14,6 +14,7 @@ from baton.engine.models.families.common import (
     layer_types,
     plain_decoder,
     window_or_none,
+    windows_of,
     without_ropes,
 )
 from baton.engine.models.json_fields import Fields
@@ -79,18 +80,17 @@ def _gemma4(fields: Fields, sizes: Sizes, family: Family) -> DecoderSpec:
     types = (*layer_types(fields, every(sizes.layers, 6))[:-1], FULL)  # the last one, as in transformers
     spec = plain_decoder(without_ropes(fields), sizes, family)
     attention = _gemma4_layers(fields, sizes, types, spec.attention[0])
-    head_dim = attention[-1].head_dim or sizes.head_dim
     shared = [each.reads is not None and fields.flag("use_double_wide_mlp", False) for each in attention]
     inner, cap = fields.integer("intermediate_size"), CAPS[1]
     width = fields.integer("hidden_size_per_layer_input", 256, low=0)
     return replace(
         spec,
         attention=attention,
-        ropes=(_gemma4_rope(fields, sizes, SLIDING, sizes.head_dim), _gemma4_rope(fields, sizes, FULL, head_dim)),
+        ropes=_gemma4_ropes(fields, sizes, types, attention[-1].head_dim or sizes.head_dim),
         names=NAMES,
         embedding_scale=sizes.hidden_size**0.5,
         head=HeadSpec(soft_cap=fields.number(cap) if fields.has(cap) else None),
-        inputs=LayerInputs(width, fields.integer("vocab_size_per_layer_input", 262144)),
+        inputs=LayerInputs(width, _gemma4_inputs(fields) if width else 1),
         wide=tuple(2 * inner if double else inner for double in shared),
     )
 
@@ -100,30 +100,69 @@ def _gemma4_layers(
 ) -> tuple[AttentionSpec, ...]:
     """Return the attention of each layer. The last `num_kv_shared_layers` read the KV of earlier ones of their type."""
     same = fields.flag("attention_k_eq_v", False)
-    own = fields.section("per_layer_config").section(str(types.index(FULL)))  # of transformers 5
-    usual = {str(layer): own.values for layer, kind in enumerate(types) if kind == FULL}
-    if fields.has("per_layer_config") and fields.values["per_layer_config"] != usual:
-        raise fields.error("per_layer_config", "must have the same entry for all full_attention layers, and no other")
-    heads = fields.integer("num_global_key_value_heads", sizes.kv_heads) if same else sizes.kv_heads
-    head_dim = own.integer("head_dim", fields.integer("global_head_dim", 512))
+    head_dim, kv_heads = _full_heads(fields, sizes, types, same=same)
     shared = fields.integer("num_kv_shared_layers", 0, low=0, high=sizes.layers)
     plain = replace(plain, scale=1.0, head_norm=HeadNormSpec(NormSpec(fields.number("rms_norm_eps", 1e-6))))
-    full = replace(
-        plain, rope=1, head_dim=head_dim, kv_heads=own.integer("num_key_value_heads", heads), keys_are_values=same
-    )
-    kinds = {SLIDING: replace(plain, reach=Reach(window_or_none(fields, 512))), FULL: full}
+    full = replace(plain, rope=1, head_dim=head_dim, kv_heads=kv_heads, keys_are_values=same)
+    kinds = {SLIDING: plain, FULL: full}
     writers = {kind: layer for layer, kind in enumerate(types[: sizes.layers - shared])}
     if shared and (unread := set(types) - set(writers)):
-        raise fields.error("num_kv_shared_layers", f"({shared}) leaves no {unread.pop()} layer with keys and values")
+        raise fields.error("num_kv_shared_layers", f"({shared}) leaves no {min(unread)} layer with keys and values")
     reads = [None if layer < sizes.layers - shared else writers[kind] for layer, kind in enumerate(types)]
-    layers = [replace(kinds[kind], reads=layer) for kind, layer in zip(types, reads, strict=True)]
-    return tuple(replace(each, value_norm=each.reads is None) for each in layers)
+    layers = zip(types, reads, windows_of(fields, types, window_or_none(fields, 512)), strict=True)
+    return tuple(
+        replace(kinds[kind], reads=layer, reach=Reach(window), value_norm=layer is None)
+        for kind, layer, window in layers
+    )
 
 
-def _gemma4_rope(fields: Fields, sizes: Sizes, kind: str, head_dim: int) -> RopeConfig:
-    usual: dict[str, Any] = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
-    found = fields.section("rope_parameters").section(kind).values or (usual if kind == FULL else {})
-    return parse_rope(Fields(fields.where, {"rope_parameters": found}), sizes.max_positions, head_dim)
+def _full_heads(fields: Fields, sizes: Sizes, types: tuple[str, ...], *, same: bool) -> tuple[int, int]:
+    """Return the size and the number of KV heads in full_attention layers. `per_layer_config` (transformers 5) has only
+    those that differ from the other layers, and takes precedence. The number is used before only if V is K (`same`).
+    """
+    layers = [str(layer) for layer, kind in enumerate(types) if kind == FULL]
+    entries = fields.section("per_layer_config")
+    owner, dim, count, usual = entries.section(layers[0]), "head_dim", "num_key_value_heads", sizes.head_dim
+    if entries.values and entries.values != dict.fromkeys(layers, owner.values):
+        wanted = f"must have the same entry for each full_attention layer ({', '.join(layers)}), and no other"
+        raise fields.error("per_layer_config", wanted)
+    if unknown := sorted(owner.values.keys() - {dim, count}):
+        raise owner.error(unknown[0], f"is not supported (supported: {dim}, {count})")
+    if not fields.has("per_layer_config"):
+        owner, dim, count, usual = fields, "global_head_dim", "num_global_key_value_heads", 512
+    head_dim = owner.integer(dim, usual, high=MAX_DIM)
+    if head_dim % 2:
+        raise owner.error(dim, f"must be even for rotary embeddings, got {head_dim}")
+    kv_heads = owner.integer(count, sizes.kv_heads) if same or owner is not fields else sizes.kv_heads
+    if sizes.heads % kv_heads:
+        raise owner.error(count, f"({kv_heads}) must divide num_attention_heads ({sizes.heads})")
+    return head_dim, kv_heads
+
+
+def _gemma4_inputs(fields: Fields) -> int:
+    """Return the number of tokens that have inputs of each layer."""
+    vocab, tokens = fields.integer("vocab_size_per_layer_input", 262144), fields.integer("vocab_size")
+    if vocab < tokens:
+        raise fields.error("vocab_size_per_layer_input", f"({vocab}) must be at least vocab_size ({tokens})")
+    return vocab
+
+
+def _gemma4_ropes(fields: Fields, sizes: Sizes, types: tuple[str, ...], head_dim: int) -> tuple[RopeConfig, RopeConfig]:
+    """Return the rotations of layers with a window, and of those without, whose heads have `head_dim`."""
+    for key in ("rope_scaling", "rope_theta", "partial_rotary_factor"):
+        if fields.has(key):
+            raise fields.error(key, "is not supported for gemma4_text, whose layers have rope_parameters of their kind")
+    full = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
+    usual, found = {SLIDING: {"rope_type": "default"}, FULL: full}, fields.section("rope_parameters")
+    if unknown := sorted(found.values.keys() - set(usual)):
+        raise found.error(unknown[0], f"is not supported (supported: {', '.join(usual)})")
+    absent = {kind: each for kind, each in usual.items() if not found.values or kind not in types}
+    ropes = Fields(fields.where, {"rope_parameters": absent | found.values})
+    sliding, full_ones = (
+        parse_rope(ropes, sizes.max_positions, dim, kind_of_layers=kind, proportional=True)
+        for kind, dim in ((SLIDING, sizes.head_dim), (FULL, head_dim))
+    )
+    return sliding, full_ones
 
 
 _DEFAULTS = {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256}
