@@ -174,8 +174,9 @@ class Indexer:
 
     def _ranks(self, query: Tensor, weights: Tensor, chunks: list[FixedChunk], cache: Tensor) -> Tensor:
         """Return scores float32 [N, S] of queries [N, heads, dim] and weights [N, heads], -inf for hidden positions."""
-        ranks = query.new_empty(len(query), sum(len(slots) for slots, _ in chunks))
-        for (slots, hidden), out in zip(chunks, ranks.split([len(slots) for slots, _ in chunks], -1), strict=True):
+        sizes = [len(slots) for slots, _ in chunks]
+        ranks = query.new_empty(len(query), sum(sizes))
+        for (slots, hidden), out in zip(chunks, torch.split(ranks, sizes, -1), strict=True):
             products = torch.mm(query.flatten(0, 1), cache[slots, self.width :].float().T)
             products = products.view(*query.shape[:2], -1).relu_().mul_(weights[..., None])
             out.copy_(products.sum(1)).masked_fill_(hidden, -torch.inf)

@@ -244,6 +244,24 @@ def test_sizes_of_recurrent_models_count_states_and_layers_with_attention(tmp_pa
         check_sizes(load_config(file, [f"decode.kv_memory={memory}", "decode.max_running=1"]), ())
 
 
+GEMMA4 = {
+    "model_type": "gemma4_text", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 512,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_sizes_of_layers_with_wider_heads_are_counted(tmp_path):
+    """KV of heads of 16 numbers would fit. The last layer has heads of 512."""
+    whole = {"model_type": "gemma4", "text_config": GEMMA4}
+    for number, config in enumerate((GEMMA4 | {"global_head_dim": 512}, whole)):
+        (folder := tmp_path / str(number)).mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        (file := folder / "c.yaml").write_text(OK_FILE % folder)
+        with pytest.raises(ConfigError, match="1048576 bytes hold 128 tokens, fewer than"):
+            check_sizes(load_config(file, ["decode.kv_memory=1MiB"]), ())
+
+
 def test_a_detached_start_can_be_stopped_while_the_model_is_prepared(tmp_path, monkeypatch):
     found = list[str]()
 

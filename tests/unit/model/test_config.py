@@ -81,6 +81,7 @@ def test_rope_theta(settings: dict[str, Any], theta: float):
     [
         ({"rope_type": "axial", "factor": 2}, "rope_scaling: rope_type 'axial' is not supported .*llama3, yarn"),
         ({"rope_type": "longrope", "short_factor": [1, 0, 1, 1]}, "short_factor must be a list of 4 numbers above 0"),
+        ({"rope_type": "proportional", "partial_rotary_factor": 0.5}, "rope_type 'proportional' is not supported"),
         ({"rope_type": 3}, "rope_type must be a string, got 3"),
         ("linear", "rope_scaling must be an object, got 'linear'"),
         ({"type": "linear"}, "factor is missing"),
@@ -162,6 +163,7 @@ def test_defaults_of_the_families():
 
 
 V2 = {"num_experts_per_tok": 2}  # it has no default
+SLIDING = "sliding_attention"
 for_model = AutoConfig.for_model
 
 
@@ -269,8 +271,53 @@ def test_softmax_factor(rope: dict[str, Any]):
         ("deepseek_v2", V2 | {"topk_method": "group_limited_greedy"}, "n_group is missing"),
         ("deepseek_v2", V2 | {"moe_layer_freq": 2}, "moe_layer_freq must be 1 for this model, got 2"),
         ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block must be False for this model, got True"),
-        ("gemma4_text", {"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config must have the same entry for"),
-        ("gemma4_text", {"num_kv_shared_layers": 3}, r"\(3\) leaves no .* layer with keys and values"),
+        (
+            "gemma4_text",
+            {"per_layer_config": {"0": {"head_dim": 4}}},
+            r"must have the same entry .* layer \(2\), and no",
+        ),
+        (
+            "gemma4_text",
+            {"per_layer_config": {"2": {"x": 1}}},
+            "per_layer_config: 2: x is not supported .*head_dim, num",
+        ),
+        (
+            "gemma4_text",
+            {"per_layer_config": {"2": {"head_dim": 5}}},
+            "per_layer_config: 2: head_dim must be even .* 5",
+        ),
+        (
+            "gemma4_text",
+            {"per_layer_config": {"2": {"num_key_value_heads": 16}}},
+            r"per_layer_config: 2: num_key_value_heads \(16\) must divide num_attention_heads \(8\)",
+        ),
+        (
+            "gemma4_text",
+            {"attention_k_eq_v": True, "num_global_key_value_heads": 16},
+            r"json: num_global_key_value_heads \(16\) must divide num_attention_heads \(8\)",
+        ),
+        ("gemma4_text", {"global_head_dim": 7}, "global_head_dim must be even for rotary embeddings, got 7"),
+        ("gemma4_text", {"global_head_dim": 2**17}, "global_head_dim must be a whole number from 1 to 65536"),
+        (
+            "gemma4_text",
+            {"vocab_size_per_layer_input": 99},
+            r"vocab_size_per_layer_input \(99\) must be at least vocab_size \(100\)",
+        ),
+        ("gemma4_text", {"sliding_window": None}, "contains sliding_attention, but no sliding window is set"),
+        ("gemma4_text", {"rope_theta": 1e6}, "json: rope_theta is not supported for gemma4_text"),
+        ("gemma4_text", {"rope_scaling": {"factor": 2}}, "json: rope_scaling is not supported for gemma4_text"),
+        (
+            "gemma4_text",
+            {"rope_parameters": {"rope_theta": 1e6}},
+            "rope_parameters: rope_theta is not supported .*full",
+        ),
+        ("gemma4_text", {"rope_parameters": {SLIDING: {}}}, "rope_parameters: full_attention is missing"),
+        (
+            "gemma4_text",
+            {"rope_parameters": {SLIDING: {}, "full_attention": {"rope_type": "x"}}},
+            "rope_parameters: full_attention: rope_type 'x' is not supported .*proportional",
+        ),
+        ("gemma4_text", {"num_kv_shared_layers": 3}, r"\(3\) leaves no full_attention layer with keys and values"),
         ("deepseek_v32", {"q_lora_rank": None}, "q_lora_rank must be a number, because the indexer reads"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func must be 'sigmoid' for this model, got 'softmax'"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method must be 'noaux_tc' for this model, got 'greedy'"),
@@ -316,6 +363,26 @@ def test_settings_of_families_that_are_refused(family: str, settings: dict[str, 
         parsed(family, **settings)
 
 
+@pytest.mark.parametrize(
+    ("settings", "heads"),
+    [
+        ({}, (512, 4)),
+        ({"num_global_key_value_heads": 2}, (512, 4)),
+        ({"num_global_key_value_heads": 2, "attention_k_eq_v": True, "global_head_dim": 32}, (32, 2)),
+        ({"per_layer_config": {}}, (256, 4)),  # no layer differs
+        ({"per_layer_config": {"2": {"num_key_value_heads": 1}}}, (256, 1)),
+        ({"per_layer_config": {"2": {"head_dim": 32}}, "global_head_dim": 64}, (32, 4)),
+    ],
+)
+def test_heads_of_gemma_4_in_both_spellings(settings: dict[str, Any], heads: tuple[int, int]):
+    """They are those of transformers in the last layer, the only one without a window."""
+    config, theirs = parsed("gemma4_text", **settings), for_model("gemma4_text", **SHAPE, **settings)
+    other, last = theirs.per_layer_config[0], theirs.per_layer_config[2]
+    assert (config.head_dim, config.kv_heads) == (other.head_dim, other.num_key_value_heads) == (256, 4)
+    assert (last.head_dim, last.num_key_value_heads) == heads
+    assert (config.spec.attention[2].head_dim, config.spec.attention[2].kv_heads) == heads
+
+
 def test_the_names_of_kimi_k2_and_of_text_models():
     assert parsed("kimi_k2", architectures=["DeepseekV3ForCausalLM"]).family == "deepseek_v3"
     whole = parsed("mistral3", text_config={**SHAPE, "model_type": "mistral", "tie_word_embeddings": False})
@@ -347,7 +414,8 @@ routed_scaling_factor norm_topk_prob q_lora_rank kv_lora_rank qk_rope_head_dim q
 num_nextn_predict_layers rms_norm_eps embedding_multiplier residual_multiplier attention_multiplier logits_scaling
 no_rope_layers no_rope_layer_interval attention_bias use_bias query_pre_attn_scalar attn_logit_softcapping
 final_logit_softcapping sliding_window_pattern partial_rotary_factor rotary_dim logit_scale use_qk_norm moe_layers
-attention_chunk_size floor_scale attn_scale swiglu_limit interleave_moe_layer_step hidden_activation""".split()
+attention_chunk_size floor_scale attn_scale swiglu_limit interleave_moe_layer_step hidden_activation global_head_dim
+num_global_key_value_heads attention_k_eq_v num_kv_shared_layers vocab_size_per_layer_input""".split()
 ROPE_KEYS = [*(field.name for field in dataclasses.fields(RopeConfig)), "mscale", "mscale_all_dim", "rope_theta"]
 ROPE_KEYS += ["original_max_position_embeddings", "partial_rotary_factor", "alpha", "llama_4_scaling_beta"]
 
@@ -357,13 +425,16 @@ ROPE_KEYS += ["original_max_position_embeddings", "partial_rotary_factor", "alph
 @hypothesis.given(
     st.sampled_from(sorted(FAMILIES)),
     st.dictionaries(st.sampled_from(KEYS), VALUES | st.integers(1, 9), max_size=4),
-    st.sampled_from(ROPE_TYPES),
+    st.sampled_from((*ROPE_TYPES, "proportional")),
     st.just({}) | st.dictionaries(st.sampled_from(ROPE_KEYS), st.floats(min_value=0), min_size=3),
 )
 def test_any_json_is_parsed_or_refused(family: str, values: dict[str, Any], kind: str, rope: dict[str, Any]):
     """An untrusted config raises no other exception, and gives no NaN."""
     try:
-        config = parsed(family, rope_parameters={"factor": 2.0, **rope, "rope_type": kind}, **V2 | values)
+        ropes: dict[str, Any] = {"factor": 2.0, **rope, "rope_type": kind}
+        if family == "gemma4_text":
+            ropes = {SLIDING: ropes, "full_attention": ropes}
+        config = parsed(family, rope_parameters=ropes, **V2 | values)
     except CheckpointError:
         return
     assert not inverse_frequencies(config.spec.ropes[0]).isnan().any()

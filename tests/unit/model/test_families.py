@@ -15,9 +15,12 @@ from unittest.mock import patch
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from baton.engine.engine import Engine
 from baton.engine.kv_cache import KVCache
+from baton.engine.models import deepseek
 from baton.engine.models.deepseek import LatentAttention, best
 from baton.engine.models.llama import Step
 from baton.engine.models.loading import TransformerBackend, load_model
@@ -274,6 +277,45 @@ def test_of_equal_ranks_the_first_positions_are_selected():
     ranks = torch.tensor([[0.0, 2.0, 0.0, 0.0, 3.0], [1.0, 1.0, 1.0, -torch.inf, -torch.inf]])
     assert best(ranks, 3).tolist() == [[True, True, False, False, True], [True, True, True, False, False]]
     assert bool(best(ranks, 5).all())
+
+
+class Largest(TorchDispatchMode):
+    """Measures the largest tensor that operations return, in numbers."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.numbers = max(self.numbers, *(each.numel() for each in tree_leaves(found) if torch.is_tensor(each)), 0)
+        return found
+
+
+@pytest.mark.slow
+def test_tiles_of_a_prompt_bound_its_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Without tiles, products of the indexer have 200 x 16 x 200 numbers."""
+    LATENT["v32-dense"].write(tmp_path)
+    backend, [prompt] = load_model(tmp_path), prompts((200,))
+    sizes, logits = list[int](), list[torch.Tensor]()
+    for tile in (8, 512):
+        monkeypatch.setattr(deepseek, "TILE", tile)
+        row, kv = Row(list(prompt), 0, blocks=list(range(13))), poisoned_cache(backend, 13)
+        with Largest() as seen:
+            logits.append(advance(backend, kv, row, 200))
+        sizes.append(seen.numbers)
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=0)
+    assert sizes[0] < 200 * 200 < 200 * 200 * 16 <= sizes[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["v32", "gemma4"])
+def test_a_cached_prefix_gives_the_same_tokens(name: str, tmp_path: Path):
+    VARIANTS[name].write(tmp_path, vocab_size=259)
+    warm, cold = (Engine(load_model(tmp_path, block_size=8), OracleTokenizer(), total_blocks=24) for _ in range(2))
+    prompt = numbers(random.Random(1), 50, 250)
+    generate(warm, spec_of((*prompt[:41], 7, 8), max_tokens=4))
+    before, spec = warm.counters.prefill_tokens, spec_of(prompt, max_tokens=16)
+    assert ids(generate(warm, spec).tokens) == ids(generate(cold, spec).tokens)
+    assert warm.counters.prefill_tokens - before == 50 - 40
 
 
 @pytest.mark.slow
