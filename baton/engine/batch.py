@@ -22,7 +22,7 @@ class StateRows:
     """States of the sequences of a batch that recurrent layers read and update: rows `slots` of `memory`."""
 
     memory: Tensor  # float32 [all slots, state_size]
-    slots: list[int]  # B different ones
+    slots: list[int]  # B different ones, except in a check of bits, whose other sequences share one
     counts: list[int]  # new tokens of each
     index: Tensor  # int64 [B]: `slots` on the device
     starts: list[int] | None = None  # the first row of each sequence, in a batch with padding between them
@@ -52,5 +52,6 @@ class Batch:
     logit_rows: Tensor  # int64 [L]: the rows of N with wanted logits
     on_layer: Callable[[int], None] | None = None  # called with each layer once its K and V are written, or issued
     fixed: bool = False
+    sensitive: bool = False  # for checks: indexers select by the last bits of scores, so that other bits show
     thinking: Injection | None = None  # set if the model thinks
     states: StateRows | None = None  # set if the model has recurrent layers

@@ -234,7 +234,7 @@ class Sizing(NamedTuple):
     state_slots: int | None = None  # None without recurrent layers
 
 
-def size_kv(
+def size_kv(  # noqa: PLR0913  (all but one are named)
     layout: KVLayout,
     *,
     kv_memory: int | Literal["auto"],
@@ -244,19 +244,21 @@ def size_kv(
     ranks: int = 1,
     key: str = "kv_memory",
     sequences: int = 64,
+    deterministic: bool = False,
 ) -> Sizing:
     """Return the blocks in `kv_memory` bytes of all ranks together, and the longest sequence. Ranks have a GPU each, or
     share a CPU; ranks that share a KV head store it once each. States of recurrent layers take at most half of the
-    memory: those of twice as many `sequences`, and as many checkpoints. Raises ConfigError, about `key`, if anything
-    does not fit.
+    memory: those of twice as many `sequences`, and as many checkpoints. If requests can be `deterministic`, a saved
+    state of each running sequence is added. Raises ConfigError, about `key`, if anything does not fit.
     """
     devices = 1 if device.type == "cpu" else ranks
     block_bytes = layout.block_bytes * max(1, ranks // layout.kv_heads)
     budget = auto_kv_bytes(device) * devices if kv_memory == "auto" else kv_memory
     if budget > (most := _total_bytes(device) * devices):
         raise ConfigError(f"{key}: {budget} bytes, but {device} has {most}; set fewer, or auto")
-    slots = _state_slots(layout, budget, 2 * sequences, key)
-    blocks = (budget - 2 * (slots or 0) * layout.state_bytes) // block_bytes
+    slots = _state_slots(layout, budget, sequences, key, deterministic=deterministic)
+    states = 0 if slots is None else 2 * slots + deterministic * min(slots, sequences)
+    blocks = (budget - states * layout.state_bytes) // block_bytes
     if blocks < 1:
         raise ConfigError(f"{key}: {budget} bytes are less than one block of {block_bytes} bytes")
     capacity = blocks * layout.block_size
@@ -268,7 +270,8 @@ def size_kv(
         )
     if max_model_len > capacity:
         need = layout.blocks_for(max_model_len) * block_bytes
-        need = max(min(2 * need, need + 4 * sequences * layout.state_bytes), 4 * layout.state_bytes)  # with the states
+        with_states = need + (4 + deterministic) * sequences * layout.state_bytes
+        need = max(min(2 * need, with_states), 2 * (2 + deterministic) * layout.state_bytes)
         raise ConfigError(
             f"{key}: {budget} bytes hold {capacity} tokens, fewer than model.max_model_len {max_model_len}; "
             f"set at least {need} bytes, or lower model.max_model_len"
@@ -276,13 +279,17 @@ def size_kv(
     return Sizing(blocks, max_model_len, slots)
 
 
-def _state_slots(layout: KVLayout, budget: int, wanted: int, key: str) -> int | None:
-    """Return how many states of recurrent layers fit into half of the memory, with a checkpoint each."""
+def _state_slots(layout: KVLayout, budget: int, sequences: int, key: str, *, deterministic: bool) -> int | None:
+    """Return how many states of recurrent layers fit into half of the memory, with a checkpoint each. Up to
+    `sequences` of them have a saved state too if requests can be `deterministic`.
+    """
     if not layout.state_size:
         return None
-    found = min(wanted, budget // (4 * layout.state_bytes))
+    states = budget // (2 * layout.state_bytes)
+    fit = max(states // 3, (states - sequences) // 2) if deterministic else states // 2
+    found = min(2 * sequences, fit)
     if found < 1:
-        least = 4 * layout.state_bytes
+        least = 2 * (2 + deterministic) * layout.state_bytes
         raise ConfigError(f"{key}: {budget} bytes are too few for states of recurrent layers; set at least {least}")
     return found
 

@@ -130,6 +130,7 @@ def build_engine(settings: WorkerSettings, loaded: ModelBackend | None = None) -
         ranks=settings.tensor_parallel,
         key=f"{settings.role.value}.kv_memory",
         sequences=settings.max_running,
+        deterministic=shapes is not None,
     )
     engine = Engine(
         backend,

@@ -81,4 +81,5 @@ def _check(config: ClusterConfig, role: Role, pool: PoolConfig, folder: Path) ->
         ranks=ranks,
         key=f"{role.value}.kv_memory",
         sequences=settings.max_running,
+        deterministic=True,  # as the worker, unless its check finds bits that vary
     )

@@ -249,15 +249,19 @@ class _Checker:
         self, rows: list[FixedRow], wanted: list[int], counts: list[int] | None = None, *, on_grid: bool = False
     ) -> Tensor:
         """Return the bits of the wanted rows' logits: int32 [L, vocab]. States change by `counts` tokens of each row.
-        The checked sequence has its own state, others begin with zeros.
+        The checked sequence has one state at each of its positions. Others share one, which begins with zeros. So the
+        memory for states does not grow with the rows.
         """
         batch = fixed_batch(rows, wanted, self._backend.layout.block_size, self._backend.device)
+        batch = replace(batch, sensitive=True)
         if size := self._backend.layout.state_size:
-            memory = torch.zeros(len(rows), size, device=self._backend.device)
-            for row, state in zip(rows, memory, strict=True):
-                if row.blocks is self._blocks and row.start > self._from and not on_grid:
-                    state.copy_(self._state(row.start))
-            states = StateRows(memory, list(range(len(rows))), counts or batch.query_lens, torch.arange(len(rows)))
+            mine = sorted({row.start for row in rows if row.blocks is self._blocks})
+            memory = torch.zeros(len(mine) + 1, size, device=self._backend.device)
+            for start, state in zip(mine, memory, strict=False):
+                if start > self._from and not on_grid:
+                    state.copy_(self._state(start))
+            slots = [mine.index(row.start) if row.blocks is self._blocks else len(mine) for row in rows]
+            states = StateRows(memory, slots, counts or batch.query_lens, torch.tensor(slots))
             starts = batch.query_starts[:-1].tolist() if max(batch.query_lens) > 1 else None
             batch = replace(batch, states=replace(states, starts=starts, fixed=True, on_grid=on_grid))
             self._memory = memory

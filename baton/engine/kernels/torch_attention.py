@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from baton.engine.batch import Batch
+from baton.engine.kernels.elementwise import mapped
 from baton.engine.kernels.kv_levels import head_dim, select
 
 TILE_ROWS = 256  # limits the mask of a chunk to TILE_ROWS x context
@@ -198,7 +199,7 @@ class SteadyAttention:
     ) -> None:
         """Chunks of several new tokens are cut again at each use if they are not `kept`, because masks are large."""
         self._scale, self._block_size, self._window = scale, block_size, window
-        self._span, self._within, self._soft_cap = span, chunk, soft_cap
+        self._span, self._within, self._soft_cap, self._fixed = span, chunk, soft_cap, batch.fixed
         starts = accumulate(batch.query_lens, initial=0)
         self.rows = [slice(start, start + n) for start, n in zip(starts, batch.query_lens, strict=False)]
         lengths = zip(batch.block_tables.to(torch.int64), batch.query_lens, batch.context_lens, strict=True)
@@ -263,17 +264,17 @@ class SteadyAttention:
             k, v = (select(cache, slots, torch.float32).transpose(0, 1).float() for cache in (keys, values))
             scores = torch.bmm(q, k.transpose(1, 2)).mul_(self._scale)
             if self._soft_cap is not None:
-                scores.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
+                scores = mapped(torch.tanh_, scores.div_(self._soft_cap), fixed=self._fixed).mul_(self._soft_cap)
             scores = scores.view(kv_heads, -1, tokens, len(slots)).masked_fill_(hidden, -torch.inf).flatten(1, 2)
-            sums = _taken_in(sums, scores, pad(v, (0, spare)))
+            sums = _taken_in(sums, scores, pad(v, (0, spare)), fixed=self._fixed)
         result = sums.values[..., :value_dim] / sums.total
         return result.reshape(kv_heads, -1, tokens, value_dim).permute(2, 0, 1, 3).flatten(1, 2).to(query.dtype)
 
 
-def _taken_in(sums: _Sums, scores: Tensor, values: Tensor) -> _Sums:
+def _taken_in(sums: _Sums, scores: Tensor, values: Tensor, *, fixed: bool) -> _Sums:
     """Return sums that include a chunk of scores [kv_heads, rows, CHUNK] and values [kv_heads, CHUNK, value_dim]."""
     peak = torch.maximum(sums.peak, scores.amax(-1, keepdim=True))
     base = peak.masked_fill(peak == -torch.inf, 0.0)  # before the first visible key, because -inf - -inf is NaN
-    fade, weights = (sums.peak - base).exp_(), (scores - base).exp_()
+    fade, weights = (mapped(torch.exp_, x - base, fixed=fixed) for x in (sums.peak, scores))
     total = sums.total * fade + weights.sum(-1, keepdim=True)
     return _Sums(peak, total, sums.values * fade + torch.bmm(weights, values))

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from baton.engine.batch import Batch
 from baton.engine.kernels.base import Attention, Grouped, HeadNorms, Linear, Rotation
+from baton.engine.kernels.elementwise import mapped
 from baton.engine.kernels.kv_levels import to_levels
 from baton.engine.kernels.quantized import QuantizedWeight
 from baton.engine.kernels.torch_attention import PagedAttention, SteadyAttention
@@ -54,9 +55,10 @@ class TorchKernels:
     """Implements `baton.engine.kernels.base.Kernels`."""
 
     name = "torch"
+    fixed = False  # the forward is
 
     def begin(self, batch: Batch) -> None:
-        """Do nothing, because torch chooses the products."""
+        self.fixed = batch.fixed
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> TorchLinear:
         return TorchLinear(weight, bias)
@@ -89,7 +91,7 @@ class TorchKernels:
 
     def gate(self, gate_up: Tensor, activation: str, out: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return torch.mul(ACTIVATE[activation](gate), up, out=out)
+        return torch.mul(mapped(ACTIVATE[activation], gate, fixed=self.fixed), up, out=out)
 
     def gated(self, gate_up: Linear, x: Tensor, activation: str, scratch: Tensor, out: Tensor) -> Tensor:
         return self.gate(gate_up(x, scratch), activation, out)

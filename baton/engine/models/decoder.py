@@ -15,6 +15,7 @@ from torch import Tensor
 
 from baton.engine.batch import Batch, Injection
 from baton.engine.kernels.base import Scratch
+from baton.engine.kernels.elementwise import mapped
 from baton.engine.kernels.torch_attention import SPAN, SteadyAttention
 from baton.engine.kernels.torch_reference import PLAIN
 from baton.engine.kv_cache import KVCache
@@ -96,7 +97,8 @@ class InputLayer:
         if self.gate is not None:
             assert step.inputs is not None
             take = step.scratch.take
-            gated = self.act(self.gate(x, take("input_gate", len(x), self.gate.width))) * step.inputs[:, self.index]
+            gate = self.gate(x, take("input_gate", len(x), self.gate.width))
+            gated = mapped(self.act, gate, fixed=step.fixed) * step.inputs[:, self.index]
             projected = self.project(gated, take("delta", *x.shape))
             x.add_(self.input_norm_after(projected, take("delta_normed", *x.shape)))
         x.mul_(self.factor)
@@ -217,7 +219,7 @@ class Decoder:
             written += has_kv
             if batch.thinking is not None:
                 self._exchange(batch.thinking, number + 1, x, delta)
-        return self._logits(x if delta is None else x.add_(delta), batch.logit_rows)
+        return self._logits(x if delta is None else x.add_(delta), batch.logit_rows, fixed=batch.fixed)
 
     def _exchange(self, thinking: Injection, number: int, x: Tensor, delta: Tensor | None) -> None:
         """Exchange states and hidden rows after layer `number`, counted from 1. The layer's output is x + delta."""
@@ -229,7 +231,7 @@ class Decoder:
 
     def step_of(self, batch: Batch, block_size: int) -> Step:
         """Return the state that all layers share in a forward of this batch."""
-        rotations = tuple(rotary(batch.positions) for rotary in self.rotaries)
+        rotations = tuple(rotary(batch.positions, fixed=batch.fixed) for rotary in self.rotaries)
         if self.config.latent is not None:
             return deepseek.latent_step(self.config, self.kernels, batch, block_size, rotations, self.scratch)
         step = Step(rotations, batch.slot_mapping, {}, self.scratch, fixed=batch.fixed, states=batch.states)
@@ -241,28 +243,32 @@ class Decoder:
                 step.special[reach] = SteadyAttention(
                     batch, block_size, reach.window, spec.scale, span=span, chunk=reach.chunk, soft_cap=spec.soft_cap
                 )
-        return step if self._temperature is None else replace(step, temperatures=self._warm(batch.positions))
+        return (
+            step
+            if self._temperature is None
+            else replace(step, temperatures=self._warm(batch.positions, fixed=batch.fixed))
+        )
 
-    def _warm(self, positions: Tensor) -> Tensor:
+    def _warm(self, positions: Tensor, *, fixed: bool) -> Tensor:
         """Return the factors of queries at these positions: [N, 1, 1]."""
         assert self._temperature is not None
         scale, floor, offset = self._temperature
         steps = torch.floor((positions[:, None, None].float() + offset) / floor)
-        return (torch.log1p(steps) * scale + 1).to(self.scratch.dtype)
+        return (mapped(torch.log1p, steps, fixed=fixed) * scale + 1).to(self.scratch.dtype)
 
-    def _logits(self, x: Tensor, rows: Tensor) -> Tensor:
+    def _logits(self, x: Tensor, rows: Tensor, *, fixed: bool) -> Tensor:
         last = torch.index_select(x, 0, rows, out=self.scratch.take("last", len(rows), x.shape[1]))
         normed = self.hidden = self.norm(last, self.scratch.take("normed", *last.shape))
-        return self.logits_of(normed)
+        return self.logits_of(normed, fixed=fixed)
 
-    def logits_of(self, normed: Tensor) -> Tensor:
-        """Return the logits of rows [L, hidden] behind a last norm: float32 [L, vocab], in reused memory."""
+    def logits_of(self, normed: Tensor, *, fixed: bool) -> Tensor:
+        """Return the logits of rows [L, hidden] behind a last norm: float32 [L, vocab], valid until the next ones."""
         head = self.spec.head
         logits = self.head(normed, self.scratch.take("logits", len(normed), self.head.width, torch.float32))
         if head.scale != 1.0:
             logits.mul_(head.scale)
         if head.soft_cap is not None:
-            logits.div_(head.soft_cap).tanh_().mul_(head.soft_cap)
+            logits = mapped(torch.tanh_, logits.div_(head.soft_cap), fixed=fixed).mul_(head.soft_cap)
         return logits
 
 
@@ -301,7 +307,7 @@ class PredictionHead:
         x.add_(self.layer(x, None, step, kv.k[0], kv.v[0]))
         last = x[batch.logit_rows]
         normed = self.norm(last, take("normed", *last.shape))
-        return model.logits_of(normed), normed
+        return model.logits_of(normed, fixed=batch.fixed), normed
 
 
 def head_prefix(config: ModelConfig) -> str:

@@ -15,8 +15,9 @@ prompt chunks are computed in tiles of rows, except in fixed forwards, whose chu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ from baton.engine.models.spec import EVERYWHERE, NormSpec
 
 LOW_RANK = NormSpec(1e-6)  # independent of rms_norm_eps
 TILE = 64  # rows of a prompt chunk that are selected together; limits scores and masks to TILE x context
+ROWS = 4  # of each product for scores in fixed forwards
 
 
 class LatentAttention:
@@ -159,12 +161,13 @@ class Indexer:
         rows, take, heads = len(x), step.scratch.take, self.config.heads
         query = self.query(low, take("index_query", rows, self.query.width)).view(rows, heads, -1)
         self._rotate(query, step)
-        weights = self.weigh(x, take("index_weights", rows, heads, torch.float32)) * self.scale
+        weights = _in_pieces(self._weights, x) if step.fixed else self._weights(x)
         for part, chunks in zip(attention.rows, attention.chunks, strict=True):
             if not step.fixed and sum(len(slots) for slots, _ in chunks) <= self.config.top_k:
                 yield chunks  # all positions are selected
                 continue
-            kept = best(self._ranks(query[part].float(), weights[part], chunks, cache), self.config.top_k)
+            ranks = self._ranks(query[part].float(), weights[part], chunks, cache, step)
+            kept = by_last_bit(ranks) if step.sensitive else best(ranks, self.config.top_k)
             if len(kept) == 1 and not step.fixed:
                 slots = torch.cat([slots for slots, _ in chunks])[kept[0]]
                 yield [(slots, torch.zeros(1, len(slots), dtype=torch.bool, device=slots.device))]
@@ -172,20 +175,30 @@ class Indexer:
             parts = torch.split(kept, [len(slots) for slots, _ in chunks], -1)
             yield [(slots, hidden | ~own) for (slots, hidden), own in zip(chunks, parts, strict=True)]
 
-    def _ranks(self, query: Tensor, weights: Tensor, chunks: list[FixedChunk], cache: Tensor) -> Tensor:
+    def _weights(self, x: Tensor) -> Tensor:
+        """Return the weights of the heads, float32 [N, heads]."""
+        return self.weigh(x, x.new_empty(len(x), self.config.heads, dtype=torch.float32)).mul_(self.scale)
+
+    def _ranks(self, query: Tensor, weights: Tensor, chunks: list[FixedChunk], cache: Tensor, step: Step) -> Tensor:
         """Return scores float32 [N, S] of queries [N, heads, dim] and weights [N, heads], -inf for hidden positions."""
         sizes = [len(slots) for slots, _ in chunks]
         ranks = query.new_empty(len(query), sum(sizes))
         for (slots, hidden), out in zip(chunks, torch.split(ranks, sizes, -1), strict=True):
-            products = torch.mm(query.flatten(0, 1), cache[slots, self.width :].float().T)
-            products = products.view(*query.shape[:2], -1).relu_().mul_(weights[..., None])
-            out.copy_(products.sum(1)).masked_fill_(hidden, -torch.inf)
+            scores = partial(_scores, cache[slots, self.width :].float().T)
+            found = _in_pieces(scores, query, weights) if step.fixed else scores(query, weights)
+            out.copy_(found).masked_fill_(hidden, -torch.inf)
         return ranks
 
     def _rotate(self, x: Tensor, step: Step) -> None:
         """Rotate the first dimensions of x [N, heads, dim] in place in float32. Pairs are (i, i + rope_dim / 2)."""
         turned = x[..., : self.rope_dim]
         turned.copy_(rotate(turned, step.rotations[0]))
+
+
+def _scores(keys: Tensor, query: Tensor, weights: Tensor) -> Tensor:
+    """Return scores [N, S] of queries [N, heads, dim] and weights [N, heads], for keys [dim, S]."""
+    products = torch.mm(query.flatten(0, 1), keys).view(*query.shape[:2], -1)
+    return products.relu_().mul_(weights[..., None]).sum(1)
 
 
 def best(ranks: Tensor, count: int) -> Tensor:
@@ -195,6 +208,23 @@ def best(ranks: Tensor, count: int) -> Tensor:
     least = ranks.topk(count).values[:, -1:]
     above, equal = ranks > least, ranks == least
     return above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= count - above.sum(-1, keepdim=True)))
+
+
+def by_last_bit(scores: Tensor) -> Tensor:
+    """Return a selection from `scores` [N, S] that other bits of them change, with the first position."""
+    odd = (scores.view(torch.int32) & 1).bool()
+    odd[:, 0] = True
+    return odd
+
+
+def _in_pieces(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+    """Return the function of the rows, computed for ROWS of them each, because bits of a product depend on its shape.
+    The last piece is filled with zeros.
+    """
+    count = len(rows[0])
+    whole = [torch.cat((each, each.new_zeros(-count % ROWS, *each.shape[1:]))) for each in rows]
+    pieces = zip(*(torch.split(each, ROWS) for each in whole), strict=True)
+    return torch.cat([function(*piece) for piece in pieces])[:count]
 
 
 def _per_head(x: Tensor, weights: Tensor) -> Tensor:
@@ -218,7 +248,8 @@ def latent_step(
         rows, span = (batch, None) if batch.fixed else (_tiled(batch), SPAN)
         selecting = SteadyAttention(rows, block_size, None, scale, span=span, kept=batch.fixed)
         special = {EVERYWHERE: selecting}
-        return Step(rotations, batch.slot_mapping, {}, scratch, fixed=batch.fixed, special=special)
+        step = Step(rotations, batch.slot_mapping, {}, scratch, fixed=batch.fixed, special=special)
+        return replace(step, sensitive=batch.sensitive)
     fresh = not batch.fixed and batch.query_lens == batch.context_lens and max(batch.query_lens) > 1
     cache = (_rows_as_cache(batch), 1) if fresh else (batch, block_size)
     attend = kernels.attention(*cache, None, scale)

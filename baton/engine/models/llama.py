@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from baton.engine.batch import StateRows
 from baton.engine.kernels.base import Attention, HeadNorms, Kernels, Linear, Rotation, Scratch
+from baton.engine.kernels.elementwise import mapped
 from baton.engine.kernels.quantized import SCHEMES, Quantize, QuantizedWeight, quantize
 from baton.engine.kernels.torch_attention import SteadyAttention
 from baton.engine.kernels.torch_reference import PLAIN, rotate
@@ -36,6 +37,7 @@ class Step:
     scratch: Scratch
     over_rows: bool = False  # `attend` reads K and V of this forward's rows instead of the cache
     fixed: bool = False
+    sensitive: bool = False  # as in `Batch`
     special: dict[Reach, SteadyAttention] = field(default_factory=dict)  # for layers that kernels cannot compute
     temperatures: Tensor | None = None  # factors of queries [N, 1, 1]
     states: StateRows | None = None  # set if the model has recurrent layers
@@ -237,7 +239,7 @@ class SelfAttention:
         else:
             step.special[self.reach](query, keys, values, attended, self.sinks)
         if self.gates:
-            attended.mul_(gates.sigmoid())
+            attended.mul_(mapped(torch.sigmoid, gates, fixed=step.fixed))
         return self.o(attended, take("delta", rows, self.o.width))
 
     def _own(self, cache: Tensor) -> Tensor:
@@ -358,7 +360,8 @@ class MLP:
         rows, take = len(x), step.scratch.take
         both, inner = take("gate_up", rows, self.up.width), self.up.width // self.outs
         if self.plain is not None:
-            return self.down(self.plain(self.up(x, both)), take("delta", rows, self.down.width))
+            active = mapped(self.plain, self.up(x, both), fixed=step.fixed)
+            return self.down(active, take("delta", rows, self.down.width))
         gated = take("gated", rows, inner)
         self.kernels.gated(self.up, x, self.activation, both, gated)
         return self.down(gated, take("delta", rows, self.down.width))

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from baton.engine.kernels.base import Grouped, Kernels, Linear
+from baton.engine.kernels.elementwise import mapped
 from baton.engine.kernels.torch_reference import PLAIN
 from baton.engine.models.config import ModelConfig
 from baton.engine.models.config_variants import ExpertsConfig
@@ -60,7 +61,8 @@ class SparseMLP:
             return routed
         shared = self.shared(x, step)
         if self.gate is not None:
-            shared.mul_(self.gate(x, step.scratch.take("shared_gate", len(x), 1)).sigmoid())
+            gates = self.gate(x, step.scratch.take("shared_gate", len(x), 1))
+            shared.mul_(mapped(torch.sigmoid, gates, fixed=step.fixed))
         return shared.add_(routed)
 
 
@@ -82,8 +84,9 @@ class Router:
     def __call__(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """Return weights float32 [N, per_token] and experts int64 [N, per_token] for x [N, hidden]."""
         logits = self.gate(x, step.scratch.take("router", len(x), self.gate.width, self.dtype)).float()
-        scores = logits.sigmoid() if self.experts.sigmoid else logits.softmax(-1)
-        ranks = scores + self.bias if self.bias is not None else logits if self.experts.sigmoid else scores
+        sigmoid = self.experts.sigmoid
+        scores = mapped(torch.sigmoid, logits, fixed=step.fixed) if sigmoid else logits.softmax(-1)
+        ranks = scores + self.bias if self.bias is not None else logits if sigmoid else scores
         chosen = self._eligible(ranks).topk(self.experts.per_token)[1]
         weights = scores.gather(1, chosen)
         if self.experts.normalised:
@@ -209,8 +212,8 @@ class Experts:
 
 
 def _plain(activation: str, rows: Tensor, out: Tensor) -> Tensor:
-    """Write the activation of experts that are not gated."""
-    return out.copy_(PLAIN[activation](rows))
+    """Write the activation of experts that are not gated. Other forwards use the function of fixed ones too."""
+    return out.copy_(mapped(PLAIN[activation], rows, fixed=True))
 
 
 def _clamped_gate(kernels: Kernels, clamp: Clamp, both: Tensor, out: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels.base import Rotation
+from baton.engine.kernels.elementwise import mapped
 from baton.engine.models.json_fields import MAX_INT, Fields
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -231,9 +232,10 @@ class Rotary:
         self._scale: Tensor | float = scale if scale == 1.0 or not still else scales
         self._dtype = dtype
 
-    def __call__(self, positions: Tensor) -> Rotation:
+    def __call__(self, positions: Tensor, *, fixed: bool = False) -> Rotation:
         angles = positions[:, None].float() * self._inv_freq
-        return Rotation((angles.cos() * self._scale).to(self._dtype), (angles.sin() * self._scale).to(self._dtype))
+        cos, sin = (mapped(function, angles, fixed=fixed) * self._scale for function in (torch.cos, torch.sin))
+        return Rotation(cos.to(self._dtype), sin.to(self._dtype))
 
 
 def row_order(head_dim: int, rotated: int, *, interleaved: bool) -> Tensor | None:

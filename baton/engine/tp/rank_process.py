@@ -43,10 +43,10 @@ from baton.logs import configure_logging
 
 
 def lengths(batch: Batch) -> list[int]:
-    """Return the sizes and lengths of a batch for the host: 5 + 2 B numbers."""
+    """Return the sizes and lengths of a batch for the host: 6 + 2 B numbers."""
     rows, width = batch.block_tables.shape
-    counts = [len(batch.token_ids), rows, width, len(batch.logit_rows), int(batch.fixed)]
-    return [*counts, *batch.query_lens, *batch.context_lens]
+    counts = [len(batch.token_ids), rows, width, len(batch.logit_rows), batch.fixed, batch.sensitive]
+    return [*map(int, counts), *batch.query_lens, *batch.context_lens]
 
 
 def body(batch: Batch) -> Tensor:
@@ -57,20 +57,21 @@ def body(batch: Batch) -> Tensor:
 
 def unpack(numbers: list[int], tensors: Tensor) -> Batch:
     """Return the batch of `lengths` and `body`, with views of the body."""
-    tokens, rows, width, wanted, fixed = numbers[:5]
+    tokens, rows, width, wanted, fixed, sensitive = numbers[:6]
     sizes = [tokens, tokens, tokens, wanted, rows + 1, rows, rows * width]
     ids, positions, slots, logit_rows, starts, lens, tables = torch.split(tensors, sizes)
     return Batch(
         token_ids=ids,
         positions=positions,
         slot_mapping=slots,
-        query_lens=numbers[5 : 5 + rows],
-        context_lens=numbers[5 + rows : 5 + 2 * rows],
+        query_lens=numbers[6 : 6 + rows],
+        context_lens=numbers[6 + rows : 6 + 2 * rows],
         query_starts=starts.int(),
         kv_lens=lens.int(),
         block_tables=tables.int().view(rows, width),
         logit_rows=logit_rows,
         fixed=bool(fixed),
+        sensitive=bool(sensitive),
     )
 
 

@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from baton.engine.determinism.checks import checked_shapes
+from baton.engine.determinism.checks import STATES, checked_shapes
 from baton.engine.determinism.shapes import FixedShapes
 from baton.engine.models.loading import load_model
-from baton.engine.models.recurrent.conv import PIECE, mapped
 from tests.support.engines import Streams, engine_of, hand_over, key_of, move, numbers, spec_of
 from tests.unit.model.checkpoints import RECURRENT
 
@@ -41,6 +40,21 @@ def model(request, tmp_path_factory):
     if "compiled" in backend.model.kernels.name:
         assert (shapes.exact_rows > 0) == request.param.endswith("-exact")
     return backend, shapes
+
+
+def test_the_check_needs_memory_for_few_states(model, monkeypatch):
+    """Decode steps have up to 32 rows, and verify passes four."""
+    rows, forward = [], type(model[0]).forward
+
+    def counted(self, batch, kv):
+        rows.append((len(batch.states.memory), len(batch.states.slots)))
+        return forward(self, batch, kv)
+
+    monkeypatch.setattr(type(model[0]), "forward", counted)
+    assert checked_shapes(model[0], FixedShapes(4, 16, exact_rows=32)) is not None
+    states, sequences = map(max, zip(*rows, strict=True))
+    assert states <= STATES + 1
+    assert sequences == (32 if model[1].exact_rows else 5)
 
 
 def specs():
@@ -134,13 +148,3 @@ def test_prefix_hits_begin_at_a_grid_chunk_with_a_checkpoint(model):
     assert streamed(engine, shorter) == streamed(made(model), shorter)
     assert (before, engine.counters.cached_tokens) == (0, 256)
     assert streamed(engine, longer) == first
-
-
-@pytest.mark.parametrize("size", [1, 31, 33, 100, PIECE + 7])
-def test_functions_of_numbers_do_not_depend_on_the_shape(size):
-    x = torch.randn(size, generator=torch.Generator().manual_seed(size))
-    for function in (torch.exp, torch.sigmoid, torch.nn.functional.silu, torch.nn.functional.softplus):
-        whole = mapped(function, x, fixed=True)
-        each = torch.cat([mapped(function, number, fixed=True) for number in torch.split(x, 1 if size < 64 else 50)])
-        assert torch.equal(whole, each)
-        torch.testing.assert_close(whole, function(x))

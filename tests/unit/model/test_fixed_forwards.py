@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 import torch
 
-from baton.engine.determinism.checks import FixedRow, check_fixed, exact_rows, fixed_batch
+from baton.engine.determinism.checks import FixedRow, check_fixed, checked_shapes, exact_rows, fixed_batch
 from baton.engine.determinism.shapes import FixedShapes
 from baton.engine.kernels import torch_reference
 from baton.engine.kernels.cpu.compiler import LEVELS
@@ -16,6 +16,7 @@ from baton.engine.kernels.quantized import Quantize
 from baton.engine.kernels.torch_attention import PagedAttention
 from baton.engine.kernels.torch_reference import TorchKernels
 from baton.engine.models import loading
+from baton.engine.models.deepseek import Indexer
 from baton.engine.models.loading import load_model
 from tests.support.compiled_kernels import compiled_or_skip
 from tests.unit.model.checkpoints import DENSE, LATENT, NATIVE, SPARSE, VOCAB, Variant
@@ -124,6 +125,30 @@ def test_the_check_finds_attention_that_varies(family, tmp_path, monkeypatch, se
     monkeypatch.setattr(torch_reference, "SteadyAttention", PagedAttention)
     assert differing(backend, seed)
     assert "in a verify pass that begins" in check_fixed(backend, SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("varied", "holds", "ragged"),
+    [
+        (lambda rows: slice(0), True, True),
+        (lambda rows: slice(0, None, 2), False, False),  # bits depend on the place in the window
+        (lambda rows: slice(0, None if rows == SHAPES.tokens else 0), True, False),  # and on its length
+    ],
+)
+def test_the_check_finds_scores_of_an_indexer_that_vary(varied, holds, ragged, tmp_path, monkeypatch):
+    """An indexer that selects more positions than the check has tokens decides nothing there."""
+    variant = LATENT["v32"]
+    variant._replace(settings=variant.settings | {"index_topk": 2048}).write(tmp_path, dtype=torch.float32)
+    backend, scores = load_model(tmp_path), Indexer._scores
+
+    def vary(self, query, *rest):
+        found, part = scores(self, query, *rest), varied(len(query))
+        found[part] = found[part].nextafter(torch.tensor(torch.inf))
+        return found
+
+    monkeypatch.setattr(Indexer, "_scores", vary)
+    found = checked_shapes(backend, SHAPES)
+    assert (found is not None, found is not None and found.ragged) == (holds, ragged)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

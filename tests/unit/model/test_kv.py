@@ -203,10 +203,19 @@ def test_bytes_become_whole_blocks_and_auto_length_is_the_least_of_model_and_poo
 
 
 @pytest.mark.parametrize(
-    ("blocks", "state_size", "slots"),
-    [(100, ORACLE.block_bytes // 8, 20), (100, ORACLE.block_bytes // 4, 20), (8, 0, None)],
+    ("blocks", "state_size", "slots", "saved"),
+    [
+        (100, ORACLE.block_bytes // 8, 20, 0),
+        (100, ORACLE.block_bytes // 4, 20, 0),
+        (100, ORACLE.block_bytes // 4, 20, 10),
+        (80, ORACLE.block_bytes // 4, 15, 10),
+        (40, ORACLE.block_bytes // 4, 6, 6),
+        (6, ORACLE.block_bytes // 4, 1, 1),
+        (8, 0, None, 0),
+    ],
 )
-def test_states_of_recurrent_layers_take_at_most_half_of_the_memory(blocks, state_size, slots):
+def test_states_of_recurrent_layers_take_at_most_half_of_the_memory(blocks, state_size, slots, saved):
+    """Those of deterministic requests have a saved state, up to as many as run together."""
     layout = replace(ORACLE, state_size=state_size)
     found = size_kv(
         layout,
@@ -215,8 +224,9 @@ def test_states_of_recurrent_layers_take_at_most_half_of_the_memory(blocks, stat
         model_max_len=2048,
         device=CPU,
         sequences=10,
+        deterministic=saved > 0,
     )
-    states = 0 if slots is None else 2 * slots * layout.state_bytes // layout.block_bytes
+    states = 0 if slots is None else (2 * slots + saved) * layout.state_bytes // layout.block_bytes
     assert (found.state_slots, found.total_blocks) == (slots, blocks - states)
     assert states <= blocks / 2
     with pytest.raises(ConfigError, match=r"kv_memory: 1 bytes are (too few for states|less than one block)"):

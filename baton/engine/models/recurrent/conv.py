@@ -6,20 +6,16 @@ state. All operations are elementwise, so a row's bits depend neither on the bat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import accumulate
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from baton.engine.batch import StateRows
 from baton.engine.models.checkpoint import Weights
 from baton.engine.models.llama import Parts, Step
 from baton.engine.models.recurrent.spec import ShortConvSpec
-
-VECTORS = 64  # numbers: two vectors of 512 bits, or more
-PIECE = 1 << 15  # numbers that torch computes in one thread
 
 
 def sequences(states: StateRows) -> Iterator[tuple[int, slice]]:
@@ -36,16 +32,6 @@ def waves(states: StateRows) -> Iterator[tuple[Tensor, Tensor]]:
         found = [(part.start + number, slot) for slot, part in spans if part.start + number < part.stop]
         rows, slots = torch.tensor(found).unbind(1)
         yield rows, slots
-
-
-def mapped(function: Callable[[Tensor], Tensor], x: Tensor, *, fixed: bool) -> Tensor:
-    """Return the function of each number. If `fixed`, its bits depend on the number alone: torch computes those behind
-    the last whole vector of a thread with other instructions, so each thread gets whole vectors.
-    """
-    if not fixed:
-        return function(x)
-    whole = F.pad(x.reshape(-1), (0, -x.numel() % VECTORS))
-    return torch.cat([function(piece) for piece in torch.split(whole, PIECE)])[: x.numel()].view(x.shape)
 
 
 class CausalConv:

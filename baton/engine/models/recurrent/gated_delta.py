@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from baton.engine.kernels.elementwise import mapped
 from baton.engine.models.llama import Parts, Step
-from baton.engine.models.recurrent.conv import CausalConv, mapped, sequences, waves
+from baton.engine.models.recurrent.conv import CausalConv, sequences, waves
 from baton.engine.models.recurrent.spec import GatedDeltaSpec
 
 CHUNK = 64
