@@ -29,6 +29,7 @@ from baton.engine.kernels.base import ANY_ROWS
 from baton.engine.kernels.cpu.compiler import machine
 from baton.engine.kernels.cpu.kernel_choice import name_others
 from baton.engine.kernels.cpu.tuning import alternate
+from baton.engine.kernels.elementwise import GRAIN
 from baton.engine.kernels.gpu.driver import driver_version
 from baton.engine.kv_cache import KVCache
 from baton.engine.model_backend import ModelBackend
@@ -54,7 +55,7 @@ def bits_fingerprint(backend: ModelBackend, shapes: FixedShapes) -> str:
             *backend.facts(rows),
             f"torch {torch.__version__}, {torch.get_num_threads()} threads, {torch.get_float32_matmul_precision()}",
             *device_facts(backend.device, backend.layout),
-            f"{shapes.rows} x {shapes.tokens} on {grid}",
+            f"{shapes.rows} x {shapes.tokens} on {grid}, functions of {GRAIN}",
         )
     )
 

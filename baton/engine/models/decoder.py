@@ -243,11 +243,9 @@ class Decoder:
                 step.special[reach] = SteadyAttention(
                     batch, block_size, reach.window, spec.scale, span=span, chunk=reach.chunk, soft_cap=spec.soft_cap
                 )
-        return (
-            step
-            if self._temperature is None
-            else replace(step, temperatures=self._warm(batch.positions, fixed=batch.fixed))
-        )
+        if self._temperature is None:
+            return step
+        return replace(step, temperatures=self._warm(batch.positions, fixed=batch.fixed))
 
     def _warm(self, positions: Tensor, *, fixed: bool) -> Tensor:
         """Return the factors of queries at these positions: [N, 1, 1]."""

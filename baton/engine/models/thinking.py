@@ -48,7 +48,7 @@ class Block:
         slots = torch.arange(rows, device=x.device)
         room = (count, length, self._config.kv_heads, self._config.head_dim)
         keys, values = (self._scratch.take(name, rows, room[2] * room[3]).view(room) for name in ("keys", "values"))
-        step = Step((self._rotary(slots % length),), slots, {EVERYWHERE: self._attend}, self._scratch)
+        step = Step((self._rotary(slots % length, fixed=True),), slots, {EVERYWHERE: self._attend}, self._scratch)
         flat = x.view(rows, hidden)
         return flat.add_(self._layer(flat, None, step, keys, values)).view(x.shape)
 
