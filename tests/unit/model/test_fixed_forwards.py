@@ -139,14 +139,14 @@ def test_the_check_finds_scores_of_an_indexer_that_vary(varied, holds, ragged, t
     """An indexer that selects more positions than the check has tokens decides nothing there."""
     variant = LATENT["v32"]
     variant._replace(settings=variant.settings | {"index_topk": 2048}).write(tmp_path, dtype=torch.float32)
-    backend, scores = load_model(tmp_path), Indexer._scores
+    backend, ranks = load_model(tmp_path), Indexer._ranks
 
     def vary(self, query, *rest):
-        found, part = scores(self, query, *rest), varied(len(query))
+        found, part = ranks(self, query, *rest), varied(len(query))
         found[part] = found[part].nextafter(torch.tensor(torch.inf))
         return found
 
-    monkeypatch.setattr(Indexer, "_scores", vary)
+    monkeypatch.setattr(Indexer, "_ranks", vary)
     found = checked_shapes(backend, SHAPES)
     assert (found is not None, found is not None and found.ragged) == (holds, ragged)
 
