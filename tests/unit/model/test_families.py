@@ -139,7 +139,8 @@ def assert_equals_transformers(
         assert row.tokens[len(prompt) :] == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
         seen = sorted(row.logits)
         assert set(seen) >= set(range(len(prompt) - 1, len(row.tokens) - 1))
-        bound = 1e-4 * max(1.0, float(logits.std()))
+        # Sums of a state over all positions differ more than those of attention: up to 2e-4 in 1 of 12 seeds.
+        bound = (5e-4 if variant in RECURRENT.values() else 1e-4) * max(1.0, float(logits.std()))
         torch.testing.assert_close(torch.stack([row.logits[i] for i in seen]), logits[seen], atol=bound, rtol=0)
 
 
