@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     time_factor.scale_default(config)
-    if config.pluginmanager.hasplugin("xdist"):  # which knows the mark
+    if config.pluginmanager.hasplugin("xdist"):  # which defines the mark
         config.pluginmanager.register(grouping)
     if config.getoption("hypothesis_seed", None) is None:
         config.option.hypothesis_seed = str(run_seed())

@@ -280,6 +280,7 @@ def test_a_detached_start_can_be_stopped_while_the_model_is_prepared(tmp_path, m
 
 @pytest.mark.parametrize("detach", [False, True])
 def test_a_second_start_is_refused_before_its_download(tmp_path, monkeypatch, detach):
+    monkeypatch.setattr(launch, "configure_logging", lambda *_: None)  # would change other tests' logs
     monkeypatch.setenv("BATON_HOME", str(tmp_path))
     prepared = Mock(side_effect=Cancelled("stopped"))
     monkeypatch.setattr(launch, "prepared", prepared)
