@@ -96,6 +96,15 @@ class Streams:
         return ids(self.tokens[key])
 
 
+def arriving(engine: Engine, specs: Iterable[SequenceSpec]) -> Streams:
+    """Submit one request before each step, with their numbers as keys, and drain."""
+    streams = Streams()
+    for number, spec in enumerate(specs):
+        engine.submit(key_of(number), spec)
+        streams.step(engine)
+    return streams.drain(engine)
+
+
 def run(engine: Engine, specs: Iterable[SequenceSpec] | Mapping[HandoffId, SequenceSpec]) -> Streams:
     """Submit all requests, with their numbers as keys if they have none, and drain."""
     named = specs if isinstance(specs, Mapping) else {key_of(number): spec for number, spec in enumerate(specs)}

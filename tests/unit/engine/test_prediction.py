@@ -15,7 +15,7 @@ from baton.engine.speculation.prediction import KEPT, PredictionModel
 from baton.errors import ConfigError
 from baton.worker.engine_factory import generate
 from tests.support import weight_formats as formats
-from tests.support.engines import BLOCK, Streams, engine_of, hand_over, key_of, move, numbers, run, spec_of
+from tests.support.engines import BLOCK, Streams, arriving, engine_of, hand_over, key_of, move, numbers, run, spec_of
 from tests.unit.engine.test_speculation import Everything, mixed_spec, speculating
 from tests.unit.model.checkpoints import LATENT, edit_config, edit_tensors, parameter_of, random_checkpoint
 
@@ -193,11 +193,7 @@ def test_streams_with_a_head_are_those_without(tmp_path, number):
         max_running=rng.choice([2, 8]),
         shapes=EXACT,
     )
-    streams = Streams()
-    for i, spec in enumerate(specs):
-        engine.submit(key_of(i), spec)
-        streams.step(engine)
-    streams.drain(engine)
+    streams = arriving(engine, specs)
     for i, right in enumerate(alone):
         found = streams.tokens[key_of(i)]
         assert [(t.token_id, t.text) for t in found] == [(t.token_id, t.text) for t in right.tokens]

@@ -29,6 +29,7 @@ from tests.support.engines import (
     BLOCK,
     Faulty,
     Streams,
+    arriving,
     block_names,
     engine_of,
     hand_over,
@@ -149,11 +150,7 @@ def test_streams_with_any_proposals_are_those_without(number):
         fixed=rng.random() < 0.5,
         shapes=EXACT,
     )
-    streams = Streams()
-    for i, spec in enumerate(specs):
-        engine.submit(key_of(i), spec)
-        streams.step(engine)
-    streams.drain(engine)
+    streams = arriving(engine, specs)
     for i, right in enumerate(alone):
         found = streams.tokens[key_of(i)]
         assert [(t.token_id, t.text, t.logprobs) for t in found] == seen(right)[0]
