@@ -33,6 +33,8 @@ from baton.errors import BatonError, Cancelled, NoWorker
 
 LOCAL = "local"
 CONNECT_S = 5.0
+START_ATTEMPTS = 2  # of a local Ray
+SERVER = "gcs_server"  # the first process of a local Ray
 OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum is 75 MB; Baton stores nothing in it
 
 # Ray reads these at import or start. The third one binds a local Ray to 127.0.0.1.
@@ -52,16 +54,33 @@ def namespace(cluster: str) -> str:
 
 def start_local(scratch: Callable[[], Path], cluster: str, gpus: int) -> Any:
     """Start a Ray with `gpus` GPUs that ends with this process, and return the module `ray`. `scratch` creates its
-    folder, with a short path because the folder holds unix sockets (107 bytes). Raises StartError, Cancelled.
+    folder, with a short path because the folder holds unix sockets (107 bytes). Ray waits 30 s for its first server
+    and does not notice that server's death, so a failed start is repeated once. Raises StartError, Cancelled.
     """
     os.environ.update(LOCAL_ENVIRONMENT)
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     options: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES, "num_cpus": 1}
     options["num_gpus"] = gpus  # Ray itself also counts GPUs that torch cannot use
-    try:
-        return _init(LOCAL, namespace=namespace(cluster), _temp_dir=str(scratch()), **options)
-    except ConnectionError as error:
-        raise StartError(f"ray.address: Ray did not start: {error}") from error
+    options["_temp_dir"] = str(scratch())
+    for attempt in range(1, START_ATTEMPTS + 1):
+        try:
+            return _init(LOCAL, namespace=namespace(cluster), **options)
+        except ConnectionError as error:
+            failure = error
+            log.warning("ray_not_started", attempt=attempt, attempts=START_ATTEMPTS, error=str(error)[:LONGEST])
+            _end_partial_start()
+    raise StartError(f"ray.address: Ray did not start: {failure}") from failure
+
+
+def _end_partial_start() -> None:
+    """Kill the servers of a Ray that did not start. `ray.shutdown` ends only those of one that did."""
+    servers = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.name() == SERVER:
+                child.kill()
+                servers.append(child)
+    psutil.wait_procs(servers, END_S)
 
 
 def connect(address: str, cluster: str) -> Any:

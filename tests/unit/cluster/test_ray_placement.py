@@ -1,15 +1,17 @@
 """Failures of Ray at start and later, with a fake Ray. tests/e2e/test_ray_cluster.py uses the real one."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from baton.cluster import backend_ray
 from baton.cluster.backend_process import StartError
-from baton.cluster.backend_ray import ASK_S, SILENT_S, RayPlacement, connect, start_local
+from baton.cluster.backend_ray import ASK_S, SERVER, SILENT_S, RayPlacement, connect, start_local
 from baton.cluster.gpus import GpuAssignment, with_devices
 from baton.config import ClusterConfig, config_from_json
 from baton.core import Role
@@ -30,7 +32,7 @@ class PlacingRay(FakeRay):
 
     def __init__(self):
         super().__init__()
-        self.failure, self.gpus = None, 0
+        self.failures, self.gpus = [], 0
         self.options, self.groups = {}, {}
         self.util = self.scheduling_strategies = self
 
@@ -40,8 +42,8 @@ class PlacingRay(FakeRay):
     def init(self, **options):
         self.options = options
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))  # as the real one does
-        if self.failure:
-            raise self.failure
+        if self.failures:
+            raise self.failures.pop(0)
 
     def make(self, options, args):
         actor = super().make(options, args)
@@ -296,6 +298,18 @@ def test_a_local_ray_keeps_to_itself(ray, tmp_path):
     assert signal.getsignal(signal.SIGTERM) is before, "our handler is put back"
 
 
+def test_a_local_ray_that_fails_to_start_is_started_once_more(ray, tmp_path):
+    """Ray 2.60 waits for its first server by a file alone (`wait_for_persisted_port`), even if it is dead."""
+    ray.failures = [RuntimeError("Timed out waiting for file gcs_server_port")]
+    program = tmp_path / SERVER
+    program.symlink_to(shutil.which("sleep"))
+    folders = iter([tmp_path])
+    with subprocess.Popen([program, "60"]) as partial:
+        assert start_local(lambda: next(folders), "test", 0) is ray
+        assert not psutil.pid_exists(partial.pid)
+    assert ray.shut
+
+
 @pytest.mark.parametrize(
     ("begin", "failure", "error"),
     [
@@ -305,6 +319,6 @@ def test_a_local_ray_keeps_to_itself(ray, tmp_path):
     ],
 )
 def test_a_ray_that_does_not_start_is_an_error_that_names_the_key(ray, tmp_path, begin, failure, error):
-    ray.failure = failure
+    ray.failures = [failure] * 2
     with pytest.raises(error, match=r"ray\.address|Ray was starting"):
         begin(tmp_path)
