@@ -8,8 +8,9 @@ The simulated cluster has one prefill and one decode worker with noisy steps, an
 one has the same roles and a model with random weights; its profile (`baton profile --live`) drives the oracle. Each
 finds its capacity first: requests per second while enough wait. Then requests arrive in an open loop (Poisson), all
 with the same limits. `kept` is the share of accepted requests that kept both, with its 95 % interval (Wilson). The
-oracle accepts a request exactly if the simulated future of all accepted requests keeps every limit. The control serves
-all requests in order, without promises. The last line of stdout is one JSON object with the figures.
+oracle accepts a request exactly if the simulated future of all accepted requests keeps every limit. That of the real
+cluster has the mean times of the profile. The control serves all requests in order, without promises. The last line of
+stdout is one JSON object with the figures.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from benchmarks.lib.cluster import cluster
 from benchmarks.lib.disagg_run import SETS, SPLIT, Side, default_cache
 from benchmarks.lib.machine import machine
 from benchmarks.lib.models import make_model
-from benchmarks.lib.promises_oracle import Result, capacity, control, oracle, poisson, promised
+from benchmarks.lib.promises_oracle import Result, capacity, control, oracle, poisson, promised, without_noise
 from benchmarks.lib.protocol import ROOT, python_path
 from benchmarks.lib.report import fill, markdown
 
@@ -170,7 +171,7 @@ async def measure(state: ClusterState, profile: Path, args: argparse.Namespace) 
             good = sum(ttft <= ttft_s and gap <= gap_s for ttft, gap in plain.answered)
             arrivals = poisson(max(int(load * rate * seconds), 1), load * rate, LENGTHS, SEED + 1)
             ours = Result(count, kept + broken, kept, arrivals[-1].at_s)
-            best = oracle(site.scenario(Shape(1, 1)), arrivals)
+            best = oracle(without_noise(site.scenario(Shape(1, 1))), arrivals)
             rows.append(Row(load, ours, best, replace(ours, accepted=count, kept=good), tuple(found.refused)))
             for error in found.failed[:3]:
                 print(error, file=sys.stderr)

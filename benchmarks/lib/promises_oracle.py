@@ -1,8 +1,7 @@
 """Simulated admission with promises, and the oracle that it is compared with.
 
 The oracle is given the true times: it accepts a request exactly if a simulation of all accepted requests with it shows
-that each of them keeps its limits. Each simulation has the last `WINDOW` accepted requests, because earlier ones have
-ended. One more simulation of all accepted requests counts those that are kept.
+that each of them keeps its limits. A simulation of the last ones alone has another noise, because each step draws one.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
 from baton.bench.traces import Arrival
 from baton.planner.sim.cluster import Cluster
-from baton.planner.sim.scenario import Scenario
+from baton.planner.sim.scenario import Pool, Scenario
 
-WINDOW = 150  # accepted requests: several times as many as run at a time
 WARM_UP = 250  # requests without promises, which teach the costs
 
 
@@ -72,11 +71,23 @@ def control(scenario: Scenario, load: Sequence[Arrival]) -> Result:
 
 
 def oracle(scenario: Scenario, load: Sequence[Arrival]) -> Result:
-    """Simulate the oracle's admission."""
+    """Simulate the oracle's admission. The time grows with the square of the load."""
     accepted: list[Arrival] = []
     for one in load:
-        window = [*accepted[-WINDOW:], one]
-        if Cluster(scenario).run(window).good == len(window):
+        if Cluster(scenario).run([*accepted, one]).good > len(accepted):
             accepted.append(one)
-    kept = Cluster(scenario).run(accepted).good if accepted else 0
-    return Result(len(load), len(accepted), kept, load[-1].at_s)
+    return Result(len(load), len(accepted), len(accepted), load[-1].at_s)
+
+
+def without_noise(scenario: Scenario) -> Scenario:
+    """Return the scenario with the mean times of all steps, because an oracle cannot have a real cluster's noise."""
+    return replace(scenario, decode=_mean(scenario.decode), prefill=_mean(scenario.prefill))
+
+
+def _mean(pool: Pool) -> Pool:
+    busy = pool.contention
+    if busy is not None:
+        none: dict[str, Any] = {"spread": ()}
+        prompts, decode = (one.model_copy(update=none) for one in (busy.beside_prompts, busy.beside_decode))
+        busy = replace(busy, beside_prompts=prompts, beside_decode=decode)
+    return replace(pool, spread=(), contention=busy)
