@@ -24,6 +24,7 @@ from baton.cluster import launcher
 from baton.cluster.backend_process import StartError
 from baton.errors import BatonError, Cancelled, ConfigError, InvalidRequest, Violation
 from baton.rpc.v1 import admin_pb2
+from tests.support.cluster_process import FREE_PORTS
 from tests.support.processes import fill_disk
 from tests.support.waiting import eventually
 
@@ -31,6 +32,7 @@ CODES = {  # interfaces.md
     "InvalidRequest": 2, "UnknownModel": 2, "ConfigError": 3, "CheckpointError": 3, "LedgerError": 4, "NoWorker": 4,
     "Overloaded": 5, "RateLimited": 5, "PromiseRefused": 5, "Cancelled": 130,
 }  # fmt: skip
+UP = ["up", "-c", "configs/no-ray.yaml", *(f"--set={item}" for item in (*FREE_PORTS, "model.path=oracle"))]
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, BatonError)]
 
 
@@ -152,7 +154,7 @@ def test_a_full_disk_ends_a_start_with_an_error(monkeypatch, tmp_path, detach):
     monkeypatch.setattr(launch, "configure_logging", lambda *_: None)  # would change other tests' logs
     monkeypatch.setattr(launcher, "SupervisedRedis", None)  # must not be started
     fill_disk(monkeypatch)
-    done = CliRunner().invoke(app, ["up", "-c", "configs/no-ray.yaml", "--set", "model.path=oracle", *detach])
+    done = CliRunner().invoke(app, [*UP, *detach])
     assert isinstance(done.exception, ConfigError), done.output
     file = "cluster.yaml" if detach else "state.json"
     assert str(done.exception) == f"BATON_HOME: cannot write to {tmp_path}/no-ray/{file}: No space left on device"
@@ -165,7 +167,7 @@ def test_the_error_of_a_detached_process_without_output_is_reported_once(monkeyp
     child = Mock()
     child.return_value.wait_ready.side_effect = error
     monkeypatch.setattr(launch, "Child", child)
-    done = CliRunner().invoke(app, ["up", "-c", "configs/no-ray.yaml", "--set", "model.path=oracle", "--detach"])
+    done = CliRunner().invoke(app, [*UP, "--detach"])
     if isinstance(error, ConfigError):
         assert done.exit_code == 3
         assert done.stderr.endswith("\nbaton: ConfigError: up ended with exit code 3\n")
