@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from tests.support.cluster_process import HANDED_OVER, Home
+from tests.unit.test_tracing import collectors
+from tools.clients import model_with_tools
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -26,12 +28,31 @@ ORACLE = """
 
 
 @pytest.fixture(scope="session")
-def oracle_cluster(tmp_path_factory):
+def collected():
+    """An OpenTelemetry collector and its address. It receives only traces that a caller wants sampled."""
+    with collectors() as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def oracle_cluster(tmp_path_factory, collected):
     """A cluster on the oracle for all tests that do not change it. They have the mark `xdist_group("oracle")`."""
+    sets = (HANDED_OVER, *ORACLE, f"tracing.otlp={collected[1]}", "tracing.sample=0")
     with (
         Home(tmp_path_factory.mktemp("home")).swept() as home,
-        home.cluster("configs/no-ray.yaml", HANDED_OVER, *ORACLE) as running,
+        home.cluster("configs/no-ray.yaml", *sets) as running,
     ):
+        yield running
+
+
+@pytest.fixture(scope="session")
+def demo_cluster(tmp_path_factory):
+    """A cluster on the demo model with a chat template that takes tools, for examples and tutorials. They have the mark
+    `xdist_group("demo")`, and wait until three workers are connected: a tutorial kills one.
+    """
+    path = tmp_path_factory.mktemp("home")
+    sets = (HANDED_OVER, "log.level=debug", "decode.replicas=2", f"model.path={model_with_tools(path)}")
+    with Home(path).swept() as home, home.cluster("configs/no-ray.yaml", *sets) as running:
         yield running
 
 

@@ -12,15 +12,14 @@ import typer
 from baton.cli.app import app
 from baton.cli.exit_codes import exit_code
 from baton.errors import ConfigError
-from tests.support.cluster_process import HANDED_OVER, ROOT
+from tests.support.cluster_process import ROOT
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
-from tools.clients import model_with_tools
 
 EXAMPLES = ROOT / "examples"
 SHOWN = {  # program: what it prints
     "curl.sh": r'"object":"list".*can vary widely.*data: \[DONE\].*"object":"chat.completion"',
-    "sdk.py": r"can vary widely\nfirst token after [\d.]+ ms.*prefill on prefill-0, decode on decode-0, [1-9]\d* bytes",
+    "sdk.py": r"can vary widely\nfirst token after [\d.]+ ms.*prefill on prefill-0, decode on decode-., [1-9]\d* bytes",
     "openai_chat.py": r"Paris.*\n\d+ prompt tokens, \d+ new ones",
     "structured_output.py": r"(Paris|Rome) (True|False)\n[A-Z][a-z]{3,8}\n",
     "tools.py": r'weather \{.*\} -> \{"city".*\}\n',
@@ -28,18 +27,12 @@ SHOWN = {  # program: what it prints
 }
 
 
-@pytest.fixture(scope="module")
-def cluster(module_home):
-    model = model_with_tools(module_home.path)
-    with module_home.cluster("configs/no-ray.yaml", HANDED_OVER, f"model.path={model}") as running:
-        eventually(lambda: len(running.connected()) == 2, within_s=60)
-        yield running
-
-
 @pytest.mark.slow
+@pytest.mark.xdist_group("demo")
 @pytest.mark.parametrize("name", SHOWN)
-def test_an_example_runs(cluster, name):
-    state = cluster.state()
+def test_an_example_runs(demo_cluster, name):
+    eventually(lambda: len(demo_cluster.connected()) == 3, within_s=60)
+    state = demo_cluster.state()
     command = ["bash"] if name.endswith(".sh") else [sys.executable]
     address = state.grpc if name == "sdk.py" else f"http://{state.http}"
     argv = [*command, str(EXAMPLES / name), address]

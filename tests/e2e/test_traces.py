@@ -10,30 +10,18 @@ from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.inference_pb2_grpc import InferenceStub
 from baton.stages import Stage
-from tests.support.cluster_process import HANDED_OVER
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
-from tests.unit.test_tracing import PARENT, TRACE, WAIT_S, check, collectors, complete
+from tests.unit.test_tracing import PARENT, TRACE, WAIT_S, check, complete
 
-pytestmark = pytest.mark.slow
-
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("oracle")]
 OFF_S = scaled(0.002)  # two clocks of one host are read one after the other; a busy machine pauses in between
 STAGES = [stage.value for stage in Stage]
 
 
-@pytest.fixture(scope="module")
-def collected():
-    """An OpenTelemetry collector and its address. It receives only traces that a caller wants sampled."""
-    with collectors() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def cluster(module_home, collected):
-    sets = (HANDED_OVER, "model.path=oracle", "model.max_model_len=2048", "determinism.verify=always")
-    tracing = (f"tracing.otlp={collected[1]}", "tracing.sample=0")
-    with module_home.cluster("configs/no-ray.yaml", *sets, *tracing) as running:
-        yield running
+@pytest.fixture
+def cluster(oracle_cluster):
+    return oracle_cluster
 
 
 def within(inner, outer) -> bool:

@@ -13,30 +13,19 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from jinja2 import Environment
 
 from tests.guards.documents import Document
-from tests.support.cluster_process import HANDED_OVER, ROOT
+from tests.support.cluster_process import ROOT
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
+from tools.clients import TEMPLATE
 
 pytestmark = pytest.mark.slow
 PAGES = sorted({path.stem for path in (ROOT / "docs/tutorials").glob("*.md")} - {"own-model"})  # tested below
-SETS = (HANDED_OVER, "log.level=debug", "decode.replicas=2")
 LEFT_OUT = re.compile(
     r"^(make|source|mkdir|cp|cat >|kill|python [\w/]|baton (up|down|demo|doctor|bench)\b)|\b[A-Z]+_ID\b", re.M
 )
-TEMPLATE = "{% if tools %}{{ tools | tojson }} {% endif %}"  # as the page on OpenAI clients adds it
-
-
-@pytest.fixture(scope="module")
-def cluster(module_home):
-    """A cluster on the demonstration model, with the chat template of the page on OpenAI clients."""
-    model = module_home.path / "demo"
-    shutil.copytree(ROOT / "models/demo", model)
-    template = model / "chat_template.jinja"
-    template.write_text(TEMPLATE + template.read_text(encoding="utf-8"), encoding="utf-8")
-    with module_home.cluster("configs/no-ray.yaml", *SETS, f"model.path={model}") as running:
-        yield running
 
 
 def steps(page: str) -> Iterator[tuple[str, str, str]]:
@@ -78,15 +67,28 @@ def words(text: str) -> list[str]:
 
 
 @pytest.mark.sample(2)
+@pytest.mark.xdist_group("demo")
 @pytest.mark.parametrize("page", PAGES)
-def test_a_tutorial_runs(cluster, page):
-    eventually(lambda: len(cluster.connected()) == 3, within_s=60)
+def test_a_tutorial_runs(demo_cluster, page):
+    eventually(lambda: len(demo_cluster.connected()) == 3, within_s=60)
     found = list(steps(page))
     assert len(found) >= 4
     for language, code, shown in found:
-        printed = run(cluster, language, code)
+        printed = run(demo_cluster, language, code)
         if language == "python":
             assert words(printed) == words(shown), code
+
+
+def test_the_template_of_the_page_makes_the_prompts_of_the_cluster():
+    """That of the cluster has a place for calls too, which the examples need."""
+    page = (ROOT / "docs/tutorials/openai-clients.md").read_text(encoding="utf-8")
+    (template,) = re.findall(r"^\{% if tools.*$", page, re.M)
+    turns = [
+        {"role": role, "content": text} for role, text in (("user", "The capital"), ("assistant", ""), ("user", "of"))
+    ]
+    for tools in (None, [{"type": "function", "function": {"name": "weather"}}]):
+        prompts = {Environment().from_string(one).render(messages=turns, tools=tools) for one in (template, TEMPLATE)}
+        assert len(prompts) == 1, prompts
 
 
 def test_the_cluster_file_of_your_own_model_runs(home):

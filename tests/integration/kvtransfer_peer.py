@@ -172,7 +172,7 @@ async def receive(options: Options, settings: TransferSettings, link: Connection
 
 
 def send(options: Options, link: Connection) -> None:
-    prefill = Prefill(options.layout, scaled(5.0), over=options.over)
+    prefill = Prefill(options.layout, scaled(60.0), over=options.over)  # it is killed before
     to = WorkerRef("decode-0", Incarnation(7, options.counter), options.to)
     try:
         while True:

@@ -23,7 +23,7 @@ from kvtransfer.handoff import PushResult, TransferSettings
 from kvtransfer.sender import GrpcPeerStream
 from tests.integration.kvtransfer_peer import Prefill, Process, Receiver, kv_digest, kv_for, receiving
 from tests.support.time_factor import scaled
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, until
 from tests.unit.kvtransfer.support import LAYOUT, P, RecordingTable, make_job
 
 WIDE = KVLayout(layers=4, kv_heads=8, head_dim=64, block_size=16, dtype="float32")  # 256 KiB a block
@@ -169,7 +169,7 @@ async def test_a_sender_killed_mid_push(start, over) -> None:
         table.hold = writing.set
         table.reserve(make_job("r", 60 * 16).handoff, blocks)
         sender.tell(push="r", tokens=60 * 16, blocks=blocks)
-        assert await asyncio.to_thread(writing.wait, scaled(20))
+        await until(writing.is_set, "the first frame", within_s=30)
         sender.kill()
         await asyncio.to_thread(table.wait_for, ("lost", P))
         assert not table.commits

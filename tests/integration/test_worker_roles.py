@@ -36,8 +36,8 @@ model: {{path: oracle, max_model_len: 512}}
 redis: {{url: '{redis}'}}
 prefill: {{device: cpu, threads: 1, kv_memory: 256KiB}}
 decode: {{device: cpu, threads: 1, kv_memory: 256KiB}}
-ledger: {{lease_s: 3.0, heartbeat_s: 0.05}}
-"""
+ledger: {{lease_s: 30.0, heartbeat_s: 0.05}}
+"""  # longer than a loaded machine keeps this event loop from a heartbeat
 
 
 class Worker:
@@ -69,7 +69,7 @@ class Worker:
 async def worker(server, tmp_path):
     (tmp_path / "c.yaml").write_text(CONFIG.format(redis=server.url))
     config = load_config(tmp_path / "c.yaml")
-    ledger = await Ledger.connect(server.url, "baton:turning", 3.0, SystemClock())
+    ledger = await Ledger.connect(server.url, "baton:turning", 30.0, SystemClock())
     made = Worker(of_both_roles(config, "prefill-3", Role.PREFILL), Role.PREFILL, ledger)
     await made.ready()
     yield made
@@ -164,7 +164,7 @@ async def test_what_is_left_is_given_back_when_its_time_is_up(worker, how):
 async def test_a_router_spares_who_drains_and_takes_who_has_turned(worker):
     await worker.order(Role.DECODE)
     ref = await worker.ready(2)
-    pool = WorkerPool(worker.ledger.workers, POLICIES["predicted"], "router-a", 3.0, SystemClock())
+    pool = WorkerPool(worker.ledger.workers, POLICIES["predicted"], "router-a", 30.0, SystemClock())
     await pool.start()
     try:
         async with reserved(ref) as router:
@@ -193,4 +193,4 @@ async def test_it_serves_its_metrics_where_it_says(worker):
         text = (await raw(info.metrics, "GET", "/metrics"))[2].decode()
         assert f'baton_worker_info{{fingerprint="{info.fingerprint[:12]}",model="oracle",role="{role.value}"' in text
         assert f'baton_kv_blocks{{role="{role.value}",state="free"}} {info.total_blocks}.0' in text
-        assert 'baton_lease_seconds{worker="prefill-3"} 3.0' in text
+        assert 'baton_lease_seconds{worker="prefill-3"} 30.0' in text

@@ -53,6 +53,23 @@ def scaled(seconds: float) -> float:
     return seconds * time_factor()
 
 
+class Deadline:
+    """The end of a wait of at most `seconds`, scaled. A machine may have become slower since the run began: it is
+    measured again before a wait ends.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds, self._clock, self._began = seconds, clock, clock()
+        self._limit_s = scaled(seconds)
+
+    def passed(self) -> bool:
+        """Return whether the time is up."""
+        if (spent_s := self._clock() - self._began) < self._limit_s:
+            return False
+        self._limit_s = max(self._limit_s, self._seconds * measured())
+        return spent_s >= self._limit_s
+
+
 def scale_default(config: pytest.Config) -> None:
     """Scale the limit of the configuration file. A limit from an option or the environment stays."""
     default = config.getini("timeout")

@@ -17,7 +17,17 @@ import psutil
 import pytest
 
 from tests.support import time_factor
-from tests.support.time_factor import BUDGET_S, HIGHEST, LOWEST, REFERENCE_S, SAMPLES, VARIABLE, measured, scaled
+from tests.support.time_factor import (
+    BUDGET_S,
+    HIGHEST,
+    LOWEST,
+    REFERENCE_S,
+    SAMPLES,
+    VARIABLE,
+    Deadline,
+    measured,
+    scaled,
+)
 from tools import stress_tests
 from tools.mutants.__main__ import main as mutants_main
 from tools.mutants.sites import mutants_of
@@ -187,6 +197,16 @@ def test_it_is_measured_once_and_kept_for_processes_of_the_run(monkeypatch):
         monkeypatch.setenv(VARIABLE, wrong)
         with pytest.raises(pytest.UsageError, match=rf"{VARIABLE} .*must be a number above 0, got '{wrong}'"):
             scaled(1)
+
+
+def test_a_wait_is_longer_if_the_machine_became_slower(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "2")
+    now, factors = [100.0], iter([5.0, 3.0])
+    monkeypatch.setattr(time_factor, "measured", factors.__next__)
+    deadline = Deadline(10.0, lambda: now[0])
+    for now[0], passed in ((119.9, False), (120.0, False), (149.9, False), (150.0, True)):
+        assert deadline.passed() == passed
+    assert not list(factors), "measured at 120 and at 150 s"
 
 
 # --- the mutation tool: its changes, and the test runs that detect them
