@@ -14,11 +14,11 @@ from tests.support.cluster_process import ROOT
 from tests.support.time_factor import scaled
 
 pytestmark = pytest.mark.slow
-profiled = pytest.mark.sample(1, of="profiles of running clusters")
+some = pytest.mark.sample(2, of="profiles of running clusters, and benchmarks that start one")
 ORACLE = ("model.path=oracle", "model.max_model_len=640")
 
 
-@profiled
+@some
 def test_a_running_cluster_becomes_a_profile_that_a_plan_is_made_with(home, tmp_path):
     file = tmp_path / "here.json"
     with home.cluster("configs/no-ray.yaml", *ORACLE) as running:
@@ -40,7 +40,7 @@ def test_a_running_cluster_becomes_a_profile_that_a_plan_is_made_with(home, tmp_
     assert planned["best"]["met"]
 
 
-@profiled
+@some
 def test_workers_that_do_both_show_what_they_cost_each_other(home, tmp_path):
     file = tmp_path / "here.json"
     with home.cluster("configs/no-ray.yaml", *ORACLE, "mode=colocated", "decode.replicas=1") as running:
@@ -66,6 +66,7 @@ with cluster("ended") as state:
 """
 
 
+@some
 def test_a_benchmark_that_is_ended_leaves_nothing():
     """Only SIGTERM is tested, because Python itself turns SIGINT into an exception."""
     command = [sys.executable, "-c", PROGRAM]

@@ -110,7 +110,7 @@ def test_a_run_on_a_gpu_compiles_and_keeps_its_kernels(monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
 def test_the_dry_run_passes_each_step(step: Step, tmp_path: Path) -> None:

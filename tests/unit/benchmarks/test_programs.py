@@ -32,7 +32,7 @@ PAGE_OF |= dict.fromkeys(("soak-soak", "soak-control"), "faults") | {
 }
 PAGE_OF |= dict.fromkeys(("determinism-levels", "determinism-agreement"), "determinism")
 slow = pytest.mark.slow
-program_run = pytest.mark.sample(3, of="programs of benchmarks/")
+program_run = pytest.mark.sample(2, of="programs of benchmarks/")
 
 
 def run(program: str, *options: str, out: Path | None = None) -> tuple[str, dict[str, Any]]:

@@ -86,6 +86,7 @@ def test_staggered_arrivals_aborts_and_other_holders(backend, solo, number):
         assert key in aborted or (whole, found.finishes[key]) == (alone.tokens, alone.finish)
 
 
+@pytest.mark.slow
 def test_handed_back_requests_go_on_elsewhere_with_the_same_tokens(backend, solo):
     first, second = engine_of(backend, 24, recompute_preempted=False), engine_of(backend, 400)
     found, handed_back = Streams(), list[HandoffId]()

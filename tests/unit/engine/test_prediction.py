@@ -179,6 +179,7 @@ def test_proposals_are_those_of_the_equations_while_some_are_rejected(tmp_path):
     assert sorted(drafter._free) == list(range(len(drafter._free))), "ended sequences leave no blocks behind"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(4))
 def test_streams_with_a_head_are_those_without(tmp_path, number):
     """Log-probabilities may differ in their last bits, because latent attention rounds by the number of rows."""
@@ -257,6 +258,7 @@ def test_a_head_that_predicts_well_is_accepted(tmp_path, wired, temperature):
     assert engine.counters.decode_steps <= 6
 
 
+@pytest.mark.slow
 def test_a_head_with_rows_of_other_positions_is_not_accepted(tmp_path):
     successors(tmp_path)
     backend, asked = loaded(tmp_path), spec_of([5], max_tokens=66)
