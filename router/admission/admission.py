@@ -390,7 +390,8 @@ class Admission(Generic[PlacementT]):
             return NoWorker(f"{waited}: {waiter.requirements.absence}")
         if self._can_serve() and not waiter.accepted:
             return self._refusal(f"{waited} for capacity on a decode worker", self.waiting, self.drain.requests_per_s)
-        return NoWorker(f"{waited}: no decode worker is connected, and prefill workers do not decode")
+        more = f"; {starting} is starting" if (starting := self.starting()) else ""
+        return NoWorker(f"{waited}: no decode worker is connected, and prefill workers do not decode{more}")
 
     def _refusal(self, text: str, over: float, per_s: float) -> Overloaded:
         """Return Overloaded. The retry delay is the time to serve `over`, or without a rate the wait of the head."""

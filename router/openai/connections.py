@@ -34,6 +34,7 @@ class BoundedProtocol(H11Protocol):
     most = MAX_HTTP_CONNECTIONS
     headers_s = float(MAX_HTTP_HEADER_SECONDS)
     unread_s = 60.0  # `router.slow_reader_s`, and a little more: a stream is ended first
+    rejected: Callable[[str], None] = staticmethod(lambda _: None)  # records a connection beyond them, by its reason
     _timer: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
 
@@ -44,6 +45,7 @@ class BoundedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
         if len(self.connections) > self.limit:
+            self.rejected(_FULL.rejection)
             self._end(_FULL)
         else:
             self._watch()
@@ -132,6 +134,7 @@ class TlsListener:
                 continue
             protocol = self._made()
             if len(protocol.connections) + len(self.handshakes) >= protocol.limit:
+                protocol.rejected(_FULL.rejection)
                 client.close()
                 continue
             task = loop.create_task(self._shake(client, protocol), name="handshake")

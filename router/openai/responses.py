@@ -35,7 +35,7 @@ from router.openai.logprobs.tokens import Scored, TokenTexts, in_thread
 from router.openai.upstream import EventId, Metadata, Streams
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
-_KEEP_ALIVE = b": waiting\n\n"
+_KEEP_ALIVE = b": waiting\n"  # an empty line would end an event, and the openai package takes that for one after an id
 _DAY = 86_400  # s
 _REFUSALS = (
     errors.InvalidRequest,

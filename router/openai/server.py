@@ -68,7 +68,13 @@ _EMBEDDINGS = (
     " states of a prompt, and a pooling step"
 )
 _MESSAGES = "/v1/messages"
-_FAILED = {499, 500, 504}  # statuses that reject nothing
+_FAILED = {
+    "body_incomplete",
+    "cancelled",
+    "deadline_exceeded",
+    "engine_fault",
+    "worker_lost",
+}  # codes that reject nothing
 _PAGE = ("/live", "/page")  # the page calls these itself
 _PLAIN = "text/plain; charset=utf-8"
 _KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that the client closes first and loses no request
@@ -120,7 +126,7 @@ class Gateway:
     def app(self) -> Starlette:
         routes = [
             Route("/v1/models", self.models),
-            Route("/v1/models/", self.models),
+            Route("/v1/models/", self.models, include_in_schema=False),
             Route("/v1/models/{name:path}", self.model),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
@@ -146,7 +152,7 @@ class Gateway:
     async def _on_exception(self, request: Request, error: Exception) -> Response:
         """Return the error response. Starlette raises an unexpected exception again, so that it is logged."""
         problem = _problem(request, error)
-        if problem.status not in _FAILED and not request.scope["path"].startswith(_PAGE):
+        if problem.code not in _FAILED and not request.scope["path"].startswith(_PAGE):
             self._settings.rejected(problem.rejection)
         if request.scope["path"].startswith(_MESSAGES):
             problem = MessagesProblem.of(problem)
@@ -311,9 +317,9 @@ def _problem(request: Request, error: Exception) -> Problem:
 class _Embedded(uvicorn.Server):
     """A uvicorn server that leaves signals to the process."""
 
-    def __init__(self, config: uvicorn.Config, unread_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, unread_s: float, rejected: Callable[[str], None]) -> None:
         super().__init__(config)
-        self._unread_s = unread_s
+        self._unread_s, self._rejected = unread_s, rejected
         self.listening = asyncio.Event()
 
     @contextmanager
@@ -323,7 +329,7 @@ class _Embedded(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         def made(**options: Any) -> BoundedProtocol:
             bounded = BoundedProtocol(**options)
-            bounded.unread_s = self._unread_s
+            bounded.unread_s, bounded.rejected = self._unread_s, self._rejected
             return bounded
 
         self.config.http_protocol_class = made  # type: ignore[assignment]  # uvicorn calls it only
@@ -374,7 +380,7 @@ class HttpServer:
             ssl_certfile=tls.cert if tls else None,
             ssl_keyfile=tls.key if tls else None,
         )
-        self._server = _Embedded(config, self._settings.stall_s + _STALL_MARGIN_S)
+        self._server = _Embedded(config, settings.stall_s + _STALL_MARGIN_S, settings.rejected)
         self._task = asyncio.create_task(self._server.serve([self._socket]), name="http")
         await self._server.listening.wait()
 

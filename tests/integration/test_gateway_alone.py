@@ -16,6 +16,7 @@ from baton.errors import InvalidRequest, Overloaded
 from baton.metrics import Metrics
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
+from router.openai import responses
 from router.openai.connections import BoundedProtocol
 from router.openai.upstream import Upstream, _Received
 from tests.integration.gateway_support import (
@@ -24,6 +25,7 @@ from tests.integration.gateway_support import (
     HELLO,
     USAGE,
     alone,
+    asking,
     completed,
     finished,
     opened,
@@ -606,11 +608,14 @@ async def test_a_page_of_another_site_may_only_link_to_the_dashboard(gateway):
 
 
 async def test_open_connections_are_limited_and_a_client_beyond_the_limit_is_told_when_to_return(gateway, monkeypatch):
+    rejected = list[str]()
     monkeypatch.setattr(BoundedProtocol, "most", 2)
+    monkeypatch.setattr(gateway.http._server, "_rejected", rejected.append)
     first, second = [await asyncio.open_connection(*gateway.address.split(":")) for _ in range(2)]
     await until(lambda: len(gateway.http._server.server_state.connections) == 2, "both are accepted")
     status, headers, error = await failed_raw(gateway, "GET", "/version")
     assert (status, headers["retry-after"], headers["connection"], error["code"]) == (503, "1", "close", "overloaded")
+    assert rejected == ["HTTP 503 overloaded"]
     first[1].close()
     second[1].close()
     await until(lambda: not gateway.http._server.server_state.connections, "both are gone")
@@ -743,10 +748,25 @@ async def test_keep_alive_while_nothing_comes():
         gateway.fake.script = script
         reader, writer = await streaming(gateway, connection="close")
         for _ in range(3):
-            await reader.readuntil(b": waiting\n\n")
+            await reader.readuntil(b": waiting\n")
         held.set()
         assert b'data: {"error":{"message":"none came"' in await reader.read()
         writer.close()
+
+
+async def test_a_comment_after_an_event_with_an_id_is_no_event_for_the_openai_package():
+    """Its parser keeps the last id, and takes an empty line after it for an event without data."""
+    chunk = b'id: r:1.0\ndata: {"choices": []}\n\n'
+    sent = chunk + responses._KEEP_ALIVE + responses._KEEP_ALIVE + chunk + responses._KEEP_ALIVE + b"data: [DONE]\n\n"
+
+    async def play(reader, writer):
+        await reader.readuntil(b"}")
+        writer.write(b"HTTP/1.1 200 \r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n" + sent)
+        writer.close()
+
+    server = await asyncio.start_server(play, "127.0.0.1", 0)
+    async with server, asking("{}:{}".format(*server.sockets[0].getsockname())) as client:
+        assert len(await client.streamed("complete")) == 2
 
 
 async def test_a_client_that_does_not_read_is_given_up():

@@ -73,12 +73,14 @@ class OutputText:
 
 
 def bad_words_of(sampling: Sampling, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of each bad word: at the beginning of a text and, if that differs, within it. As in vLLM."""
+    """Return the token ids of each bad word: at the beginning of a text and, if that differs, after a space. vLLM omits
+    the latter if their number differs, so that small vocabularies still complete the word.
+    """
     found: list[tuple[int, ...]] = []
     for word in sampling.bad_words:
         first, within = (tuple(tokenizer.encode_plain(prefix + word.lstrip())) for prefix in ("", " "))
         found += [first] if first else []
-        found += [within] if first[:1] != within[:1] and len(first) == len(within) else []
+        found += [within] if first[:1] != within[:1] else []
     return tuple(found)
 
 

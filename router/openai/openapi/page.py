@@ -12,6 +12,7 @@ def page(spec: Json) -> str:
     """Return the page of a description from `spec.openapi`."""
     parts = [
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>Baton HTTP API</title>',
+        '<meta name="viewport" content="width=device-width"><link rel="icon" href="/page/icon.svg">',
         '<link rel="stylesheet" href="/page/docs.css"><body><h1>Baton HTTP API</h1>',
         '<p><a href="/openapi.json">openapi.json</a></p>',
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -36,9 +37,9 @@ def openapi(
             for name, values in neutral.get(kind, {}).items()
         }
     paths: dict[str, Json] = {}
-    for route in routes:
+    for route in (each for each in routes if each.include_in_schema):
         reference = names[bodies[route.path], "validation"] if route.path in bodies else None
-        operations = {method.lower(): _operation(route, reference) for method in sorted(route.methods or ())}
+        operations = {method.lower(): _operation(route, method, reference) for method in sorted(route.methods or ())}
         paths.setdefault(route.path.replace(":path}", "}"), {}).update(operations)
     info = {"title": "Baton", "version": version or "0"}
     security = {"bearer": {"type": "http", "scheme": "bearer"}}
@@ -52,9 +53,10 @@ def openapi(
     }
 
 
-def _operation(route: Route, body: Any) -> Json:
+def _operation(route: Route, method: str, body: Any) -> Json:
     text = inspect.getdoc(route.endpoint) or ""
-    found: Json = {"operationId": route.name, "summary": text.split("\n\n")[0].replace("\n", " ")}
+    name = re.sub(r"\W+", "_", f"{method.lower()}{route.path.replace(':path', '')}").strip("_")
+    found: Json = {"operationId": name, "summary": text.split("\n\n")[0].replace("\n", " ")}
     if variables := sorted(route.param_convertors):
         given = {"in": "path", "required": True, "schema": {"type": "string"}}
         found["parameters"] = [{"name": variable, **given} for variable in variables]

@@ -10,9 +10,10 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from baton.core import Sampling, SequenceSpec
 from baton.engine.determinism.shapes import FixedShapes
-from baton.engine.sampling.output import OutputFactory, OutputText
+from baton.engine.sampling.output import OutputFactory, OutputText, bad_words_of
 from baton.tokenizer import OracleTokenizer, load_tokenizer
 from tests.support import engines
+from tests.unit.engine.test_determinism import DEMO
 
 CORPUS = [
     "the quick brown fox jumps over ünïcödé dogs, 日本語 テキスト, 😀😃 and Ελλάδα: hello world stop </s> END\n\n"
@@ -151,6 +152,14 @@ def test_bad_words_are_never_completed(deterministic):
     assert len(text) == 60
     assert not any(word in text for word in words)
     assert text.startswith(free[: min(free.index(word) + len(word) - 1 for word in words)])
+
+
+@pytest.mark.parametrize("word", ["green", " green"])
+def test_a_bad_word_is_also_barred_after_a_space(word):
+    tokenizer = load_tokenizer(DEMO)
+    alone, within = (tuple(tokenizer.encode_plain(text)) for text in ("green", " green"))
+    assert (len(alone), len(within)) == (2, 1)
+    assert bad_words_of(Sampling(bad_words=(word,)), tokenizer) == (alone, within)
 
 
 @pytest.mark.parametrize("text", [*CORPUS, " two  spaces", "龘😀é"])

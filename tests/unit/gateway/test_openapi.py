@@ -8,9 +8,12 @@ from unittest.mock import Mock
 import jsonschema
 import orjson
 import pytest
+from starlette.requests import Request
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
+from baton.errors import Overloaded, WorkerLost
+from router.openai.errors import HttpError
 from router.openai.parsing import NEUTRAL_FIELDS, checked
 from router.openai.server import BODIES, Gateway, GatewaySettings
 
@@ -23,7 +26,9 @@ WITHOUT_BODY = {"/ping", "/v1/embeddings"}
 def test_each_path_is_served_and_each_served_path_is_described():
     served = {route.path.replace(":path}", "}"): route.methods for route in APP.routes if isinstance(route, Route)}
     described = {path: {method.upper() for method in methods} for path, methods in SPEC["paths"].items()}
-    assert described == served
+    assert described | {"/v1/models/": {"GET", "HEAD"}} == served
+    operations = [one["operationId"] for methods in SPEC["paths"].values() for one in methods.values()]
+    assert len(set(operations)) == len(operations)
     assert all(one["summary"] for methods in SPEC["paths"].values() for one in methods.values())
     with_body = {path for path, methods in SPEC["paths"].items() if "requestBody" in methods.get("post", {})}
     assert (
@@ -78,6 +83,27 @@ def test_the_page_shows_all_and_loads_nothing_from_elsewhere():
     assert all(path in answer.text for path in SPEC["paths"])
     fields = {field for schema in SPEC["components"]["schemas"].values() for field in schema.get("properties", ())}
     assert all(f"<code>{field}</code>" in answer.text for field in fields)
-    assert set(re.findall(r'(?:href|src)="([^#"]*)"', answer.text)) == {"/page/docs.css", "/openapi.json"}
+    assert set(re.findall(r'(?:href|src)="([^#"]*)"', answer.text)) == {
+        "/page/docs.css",
+        "/page/icon.svg",
+        "/openapi.json",
+    }
     assert "<script" not in answer.text
     assert CLIENT.get("/page/docs.css").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("error", "reasons"),
+    [
+        (HttpError(404, "not_found", "no such path"), ["HTTP 404 not_found"]),
+        (Overloaded("full"), ["HTTP 503 overloaded"]),
+        (WorkerLost("gone"), []),
+        (HttpError(400, "body_incomplete", "the client disconnected", "body"), []),
+        (RuntimeError("broken"), []),
+    ],
+)
+async def test_a_failure_and_a_client_that_leaves_are_no_rejections(error: Exception, reasons: list[str]):
+    found = list[str]()
+    gateway = Gateway(Mock(), GatewaySettings(rejected=found.append))
+    await gateway._on_exception(Request({"type": "http", "method": "POST", "path": "/tokenize"}), error)
+    assert found == reasons

@@ -146,7 +146,7 @@ async def test_it_waits_for_a_worker_that_starts_until_its_deadline_and_newcomer
         new = await gate.enter(arrival=3)
         back = await gate.enter(arrival=1, accepted=True, deadline_s=1000.0)
         late = await gate.enter(arrival=2, accepted=True, deadline_s=5 * WAIT_S)
-        with pytest.raises(NoWorker):
+        with pytest.raises(NoWorker, match="prefill workers do not decode; decode-0 is starting"):
             await new
         with pytest.raises(DeadlineExceeded, match="the request waited for decode-0 to start"):
             await late
