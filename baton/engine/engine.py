@@ -90,7 +90,7 @@ class Engine:
         )
         max_blocks = self.layout.blocks_for(self.max_model_len)
         self._thoughts = None if backend.thinker is None else Thoughts(backend.thinker, total_blocks)
-        self._states = None if slots is None else States(self.layout, slots, backend.device, slots * prefix_cache)
+        self._states = None if slots is None else States(self.kv, slots, slots * prefix_cache)
         self.inputs = Inputs(backend, max_batched_tokens, max_running, max_blocks)
         keepers = self._thoughts, self._states
         self._ordinary = OrdinaryForwards(self.inputs, *keepers)

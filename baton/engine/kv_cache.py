@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
@@ -43,6 +43,21 @@ class Mark(Protocol):
         """Wait on the host until this point is reached."""
 
 
+class StateMemory:
+    """The states of recurrent layers: `rows`, float32 [slots, numbers], with the state of a sequence each."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+
+    def whole(self, row: Tensor) -> Tensor:
+        """Return the state in a row: float32 [state_size], in an order that does not depend on the number of ranks."""
+        return row
+
+    def divided(self, state: Tensor) -> Tensor:
+        """Return the row of a state from `whole`."""
+        return state
+
+
 class KVCache:
     """Tensors of a KV layout, each `[layers, total_blocks, block_size, kv_heads, head_width]`, on `device`. Latent
     attention has only `k`, and `v` has no blocks. The wire order of layers x positions is, for each layer, K of all
@@ -70,6 +85,11 @@ class KVCache:
         self.k = self.tensors[0]
         self.v = self.tensors[1] if len(self.tensors) > 1 else self.k[:, :0]
         self._copy = copy if all(t.is_contiguous() and t.device.type == "cpu" for t in self.tensors) else None
+        # Makes memory for a number of states of recurrent layers, zeroed. The previous one must not be used again.
+        self.make_states: Callable[[int], StateMemory] = self._make_states
+
+    def _make_states(self, slots: int) -> StateMemory:
+        return StateMemory(torch.zeros(slots, self.layout.state_size, device=self.device))
 
     def mark(self) -> Mark | None:
         """Return a mark to wait for before reading results of the work issued so far. None on a CPU."""

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.core import KVLayout, RecurrentState, SequenceSpec, SequenceState
+from baton.core import RecurrentState, SequenceSpec, SequenceState
 from baton.engine.batch import StateRows
 from baton.engine.determinism.planner import VerifiedProgress
+from baton.engine.kv_cache import KVCache
 from baton.engine.sequence import UNLIMITED, ScheduledSequence, Sequence, SequencePolicy, VerifyWork
 
 EVERY = 256  # tokens, rounded to whole blocks
@@ -29,9 +30,10 @@ EVERY = 256  # tokens, rounded to whole blocks
 class States:
     """The states of one engine's sequences, and up to `most` checkpoints, which cost as much memory each."""
 
-    def __init__(self, layout: KVLayout, slots: int, device: torch.device, most: int) -> None:
-        block_size = layout.block_size
-        self.memory = torch.zeros(slots, layout.state_size, device=device)
+    def __init__(self, kv: KVCache, slots: int, most: int) -> None:
+        block_size, self._state_bytes = kv.layout.block_size, kv.layout.state_bytes
+        self._held = kv.make_states(slots)
+        self.memory = self._held.rows
         self.block_size, self.every = block_size, max(1, EVERY // block_size) * block_size
         self._most = most
         self._checkpoints: OrderedDict[bytes, Tensor] = OrderedDict()
@@ -48,19 +50,20 @@ class States:
             raise ValueError("the model has recurrent layers, but the KV was sent without their state")
         facts = {
             "position": (carried.position, len(spec) - 1),
-            "bytes": (len(carried.data), self.memory[0].nbytes),
+            "bytes": (len(carried.data), self._state_bytes),
         }
         if wrong := [f"{name} {given}, not {right}" for name, (given, right) in facts.items() if given != right]:
             raise ValueError(f"the state of the recurrent layers does not fit: {'; '.join(wrong)}")
         policy = self.begin(spec)
-        policy.carried = torch.frombuffer(bytearray(carried.data), dtype=torch.float32)
+        policy.carried = self._held.divided(torch.frombuffer(bytearray(carried.data), dtype=torch.float32))
         return policy
 
     def state(self, sequence: Sequence) -> RecurrentState:
         """Return a copy of the state after the computed tokens, or the final ones of a deterministic sequence."""
         progress, saved = sequence.policy(VerifiedProgress), _recurrence(sequence).saved
         position = sequence.computed if progress is None else progress.final
-        return RecurrentState(position, (self.of(sequence) if saved is None else saved).cpu().numpy().tobytes())
+        row = self.of(sequence) if saved is None else saved
+        return RecurrentState(position, self._held.whole(row).cpu().numpy().tobytes())
 
     def of(self, sequence: Sequence) -> Tensor:
         """Return the row of a sequence, which must have blocks."""

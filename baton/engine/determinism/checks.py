@@ -138,7 +138,8 @@ class _Checker:
         self._blocks, *self._others = [table[::-1] for table in tables]
         self._kv = backend.make_cache(len(tables) * each)
         self._states: dict[int, Tensor] = {}  # of recurrent layers behind the checked tokens, by position
-        self._memory = torch.empty(0)  # states behind the last forward
+        states = self._kv.make_states(STATES + 1) if backend.layout.state_size else None
+        self._memory = torch.empty(0) if states is None else states.rows  # states behind the last forward
 
     def chunks(self) -> str:
         """Compare prompts that end in a chunk: the same tokens in other blocks, with other tokens behind them."""
@@ -255,17 +256,17 @@ class _Checker:
         """
         batch = fixed_batch(rows, wanted, self._backend.layout.block_size, self._backend.device)
         batch = replace(batch, sensitive=True)
-        if size := self._backend.layout.state_size:
+        if self._backend.layout.state_size:
             mine = sorted({row.start for row in rows if row.blocks is self._blocks})
-            memory = torch.zeros(len(mine) + 1, size, device=self._backend.device)
-            for start, state in zip(mine, memory, strict=False):
-                if start > self._from and not on_grid:
-                    state.copy_(self._state(start))
+            before = [self._state(start) if start > self._from and not on_grid else None for start in mine]
+            memory = self._memory.zero_()
+            for old, state in zip(before, memory, strict=False):
+                if old is not None:
+                    state.copy_(old)
             slots = [mine.index(row.start) if row.blocks is self._blocks else len(mine) for row in rows]
             states = StateRows(memory, slots, counts or batch.query_lens, torch.tensor(slots))
             starts = batch.query_starts[:-1].tolist() if max(batch.query_lens) > 1 else None
             batch = replace(batch, states=replace(states, starts=starts, fixed=True, on_grid=on_grid))
-            self._memory = memory
         return self._backend.forward(batch, self._kv).view(torch.int32).clone()
 
     def _state(self, position: int) -> Tensor:

@@ -260,6 +260,7 @@ class Weights:
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
         self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
+        self.rank, self.size = 0, 1  # of tensor parallelism
         self._arena = Arena()
         self._uploads: Uploads | None = None
 
@@ -284,6 +285,16 @@ class Weights:
         """
         place = self._place((sum(outs), *rest))
         self._fill_parts(place, names, outs)
+        return place
+
+    def picked(self, names: Sequence[str], wholes: Sequence[int], rows: Sequence[Tensor], *rest: int) -> Tensor:
+        """Return `rows[i]`, int64, of tensors [wholes[i], *rest] as one tensor."""
+        place = self._place((sum(map(len, rows)), *rest))
+        for name, size, own, part in zip(names, wholes, rows, torch.split(place, [*map(len, rows)]), strict=True):
+            stored = self.checkpoint.take(name, (size, *rest))
+            taken = stored[own]
+            self.checkpoint.release(stored)
+            self._copy(part, taken, taken)
         return place
 
     def stack(self, names: Sequence[tuple[str, ...]], outs: tuple[int, ...], n_in: int) -> Tensor:

@@ -7,8 +7,9 @@ projections, which leaves q . k as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -23,6 +24,7 @@ from baton.engine.kernels.torch_attention import SteadyAttention
 from baton.engine.kernels.torch_reference import PLAIN, rotate
 from baton.engine.models.checkpoint import Weights
 from baton.engine.models.config import ModelConfig
+from baton.engine.models.recurrent.spec import Part, rows_of, whole
 from baton.engine.models.rope import row_order
 from baton.engine.models.spec import AttentionSpec, HeadNormSpec, NormSpec, Reach
 
@@ -72,6 +74,29 @@ class Parts:
             return self.kernels.quantized(packed, extra, self.weights.keep)
         return self.layer(self.ordered(self.columns(names, outs, n_in), order), extra)
 
+    def picked(
+        self,
+        names: Sequence[str],
+        rows: Sequence[Sequence[Part]],
+        n_in: int,
+        *,
+        bias: bool,
+        order: Tensor | None = None,
+    ) -> Linear:
+        """Return this rank's `rows` of several projections of one input as one layer. `rows` has the parts of each
+        tensor, after those of the only one are put in `order`, int64 [all its rows].
+        """
+        weights, size = self.weights, self.weights.size
+        wholes, own = [whole(each, size) for each in rows], [rows_of(each, weights.rank, size) for each in rows]
+        own = own if order is None else [order[own[0]]]
+        extra = weights.picked([f"{name}.bias" for name in names], wholes, own) if bias else None
+        if self.are_stored(tuple(names)):
+            starts = accumulate(wholes, initial=0)
+            every = torch.cat([start + each for start, each in zip(starts, own, strict=False)])
+            packed = Parts._packed(self, tuple(names), tuple(wholes), n_in).rows(every)
+            return self.kernels.quantized(packed, extra, weights.keep)
+        return self.layer(weights.picked([f"{name}.weight" for name in names], wholes, own, n_in), extra)
+
     def ordered(self, weight: Tensor, order: Tensor | None) -> Tensor:
         """Return the weight with its rows in this order, in the same memory."""
         if order is None:
@@ -117,6 +142,10 @@ class Parts:
     def total(self, x: Tensor) -> Tensor:
         """Sum x [N, hidden] over tensor-parallel ranks, in place."""
         return x
+
+    def shared_mean(self, means: Tensor, copies: int) -> Tensor:
+        """Return the mean of `means` [N, 1, 1] over the `copies` ranks that share a group of heads."""
+        return means
 
     def width_norm(self, norm: TorchNorm) -> Norm:
         """Return a norm over all heads of queries or keys, of which ranks hold some."""

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from baton.engine.models.config_variants import ExpertsConfig, LatentConfig
 from baton.engine.models.json_fields import Fields
-from baton.engine.models.recurrent.spec import RecurrentSpec
+from baton.engine.models.recurrent.spec import RecurrentSpec, state_size
 from baton.engine.models.rope import RopeConfig
 
 # Names of activations in config.json, and in kernels.
@@ -227,7 +227,7 @@ class DecoderSpec:
 
     def state_offset(self, layer: int) -> int:
         """Return the number of the state's numbers before those of a layer."""
-        return sum(each.state_size for each in self.recurrent[:layer] if each is not None)
+        return sum(state_size(each) for each in self.recurrent[:layer] if each is not None)
 
     @property
     def limit(self) -> int:

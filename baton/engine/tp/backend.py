@@ -10,21 +10,33 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from baton.engine.batch import Batch
 from baton.engine.kernels.base import Splits
 from baton.engine.kernels.kv_levels import KVDtype
 from baton.engine.kernels.quantized import Quantize
 from baton.engine.kernels.select import block_copy
-from baton.engine.kv_cache import KVCache
+from baton.engine.kv_cache import KVCache, StateMemory
 from baton.engine.models.checkpoint import Progress
 from baton.engine.models.config import read_config
 from baton.engine.models.thinking import Thinker
-from baton.engine.tp.group import CACHE, END, GRAPHS, STEP, Ranks, SharedExchange, TpLayout, memory_is_ordered
+from baton.engine.tp.group import (
+    CACHE,
+    END,
+    GRAPHS,
+    STATES,
+    STEP,
+    Ranks,
+    SharedExchange,
+    TpLayout,
+    memory_is_ordered,
+)
 from baton.engine.tp.kv_memory import KVMemory, kv_memory
 from baton.engine.tp.rank_model import RankModel
 from baton.engine.tp.rank_process import VISIBLE, Followers, body, lengths, load_rank
 from baton.engine.tp.sharding import divided
+from baton.engine.tp.states import RankedStates
 from baton.engine.tp.watchdog import Watchdog, mark_on
 from baton.errors import ConfigError, RankLost
 
@@ -57,6 +69,7 @@ class ShardedBackend:
         self.thinker: Thinker | None = None
         self.nondeterminism = ""
         self._kv: KVCache | None = None
+        self._states: Tensor | None = None
         self._closed = False
 
     @property
@@ -75,7 +88,7 @@ class ShardedBackend:
         if memory is lacking, or it cannot be `exposed` here.
         """
         self._check_open()
-        self._kv = None
+        self._kv = self._states = None
         self._model.drop_cache()
         self._memory.prepare(exposed=exposed)
         try:
@@ -86,7 +99,22 @@ class ShardedBackend:
             raise
         except Exception as error:
             raise self._lost(error) from error
+        self._kv.make_states = self._make_states
         return self._kv
+
+    def _make_states(self, slots: int) -> StateMemory:
+        self._check_open()
+        spec, file = self.local.model.config.spec, os.memfd_create("baton-states")
+        numbers = [slots, os.getpid(), file]
+        try:
+            os.ftruncate(file, slots * self._plan.size * spec.state_size * torch.float32.itemsize)
+            self._ranks.send(STATES, numbers)
+            self._states = self._model.map_states(*numbers)
+        except Exception as error:
+            raise self._lost(error) from error
+        finally:
+            os.close(file)
+        return RankedStates(self._states, [each for each in spec.recurrent if each is not None])
 
     def capture(self, widest: Batch) -> list[int]:
         """Capture the decode steps of all ranks over the cache, and return the buckets. `widest` is the memory of later
@@ -109,6 +137,8 @@ class ShardedBackend:
         self._check_open()
         if self._kv is None or kv is not self._kv:
             raise ValueError("kv is not the cache that make_cache returned last")
+        if batch.states is not None and batch.states.memory is not self._states:
+            raise ValueError("the states are not those that make_states returned last")
         try:
             with self._guard():
                 bucket = self._model.bucket(batch)
@@ -127,7 +157,7 @@ class ShardedBackend:
         if self._closed:
             return
         try:
-            self._kv = None
+            self._kv = self._states = None
             self._model.drop_cache()
             self._memory.close()
             with suppress(RankLost):

@@ -43,7 +43,7 @@ OptionsType = TypeVar("OptionsType", AllgatherOptions, AllreduceOptions, Broadca
 FRAME = 2048  # int64 numbers in the first broadcast of a message; a longer message takes a second one
 FOREVER = timedelta(days=365)
 LOOPBACK = "127.0.0.1"
-END, CACHE, GRAPHS, STEP = range(4)
+END, CACHE, GRAPHS, STEP, STATES = range(5)
 LINE = 64  # bytes; counters of different ranks are in different cache lines
 SPINS = 200
 FUTEX, FUTEX_WAIT, FUTEX_WAKE = 202, 0, 1  # x86-64
@@ -226,7 +226,8 @@ class TpLayout:
 
 class Message(NamedTuple):
     """A message from rank 0: END; CACHE with the number of blocks; GRAPHS with the most rows and blocks of a decode
-    step; STEP with the bucket of the graph, or 0, and a batch (`rank_process.unpack`).
+    step; STEP with the bucket of the graph, or 0, and a batch (`rank_process.unpack`); STATES with a number of states,
+    and the process and the descriptor of their memory file.
     """
 
     kind: int

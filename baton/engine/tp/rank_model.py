@@ -6,7 +6,9 @@ All ranks make the same calls in the same order, because each forward exchanges 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from baton.engine.kv_cache import KVCache
 from baton.engine.models.loading import TransformerBackend
 from baton.engine.tp.group import Ranks
 from baton.engine.tp.kv_memory import KVMemory
+from baton.engine.tp.states import mapped_states
 from baton.errors import RankLost
 
 REASON_BYTES = 256
@@ -31,16 +34,25 @@ class RankModel:
         self._cache: KVCache | None = None
         self._graphs: DecodeGraphs | None = None
         self._widest: Batch | None = None
+        self._states: Tensor | None = None  # of this rank: float32 [slots, numbers]
 
     def drop_cache(self) -> None:
-        """Forget the cache, and the graphs over it. On the ranks above 0, that frees its memory."""
-        self._cache = self._graphs = self._widest = None
+        """Forget cache and states, and the graphs over them. On the ranks above 0, that frees their memory."""
+        self._cache = self._graphs = self._widest = self._states = None
 
     def make_cache(self, total_blocks: int) -> KVCache:
         """Return the engine's cache. Raises RankLost."""
         self.drop_cache()
         whole, self._cache = self._memory.make(total_blocks)
         return whole
+
+    def map_states(self, slots: int, process: int, file: int) -> Tensor:
+        """Map the memory file of states, an open one of a process. Return it: float32 [slots, numbers of all ranks]."""
+        width = self.local.model.config.spec.state_size
+        rows = mapped_states(Path(f"/proc/{process}/fd/{file}"), slots, self._ranks.size, width)
+        self._states = rows[:, self._ranks.rank]
+        self._ranks.gather(b"\0")  # all have mapped it
+        return rows.flatten(1)
 
     def capture(self, widest: Batch) -> list[int]:
         """Capture decode steps over the cache and the memory of `widest`, and return the buckets. Raises RuntimeError
@@ -67,6 +79,9 @@ class RankModel:
                 fill(self._widest, batch)
             return self._graphs.run(batch, bucket)
         self._ranks.exchange.fixed = batch.fixed
+        if batch.states is not None:
+            assert self._states is not None
+            batch = replace(batch, states=replace(batch.states, memory=self._states))
         return self.local.model.forward(batch, self._own())
 
     def _own(self) -> KVCache:

@@ -7,7 +7,8 @@ a frozen one, because the kernel kills them with it. On GPUs, the environment of
 
 Before each forward, rank 0 sends the bucket of the graph, or 0, and the batch as int64, not pickled:
 
-    lengths, on the host            N, B, W, L, fixed, query_lens, context_lens
+    lengths, on the host            N, B, W, L, fixed, sensitive, query_lens, context_lens, then nothing, or
+                                    fixed, on_grid, whether there are starts, slots, counts, starts of states
     body, on the batch's device     token_ids, positions, slot_mapping, logit_rows, query_starts, kv_lens, block_tables
 """
 
@@ -28,13 +29,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from baton.engine.batch import Batch
+from baton.engine.batch import Batch, StateRows
 from baton.engine.kernels.base import Kernels
 from baton.engine.models.checkpoint import Checkpoint, Progress
 from baton.engine.models.config import ModelConfig, read_config
 from baton.engine.models.llama import Parts
 from baton.engine.models.loading import TransformerBackend, load_model
-from baton.engine.tp.group import CACHE, END, GRAPHS, Ranks, TpLayout
+from baton.engine.tp.group import CACHE, END, GRAPHS, STATES, Ranks, TpLayout
 from baton.engine.tp.kv_memory import GpuOf, kv_memory
 from baton.engine.tp.rank_model import RankModel, empty
 from baton.engine.tp.sharding import Heads, ShardedParts, ShardedWeights, divided
@@ -43,10 +44,14 @@ from baton.logs import configure_logging
 
 
 def lengths(batch: Batch) -> list[int]:
-    """Return the sizes and lengths of a batch for the host: 6 + 2 B numbers."""
+    """Return the sizes and lengths of a batch for the host, and of its states."""
     rows, width = batch.block_tables.shape
     counts = [len(batch.token_ids), rows, width, len(batch.logit_rows), batch.fixed, batch.sensitive]
-    return [*map(int, counts), *batch.query_lens, *batch.context_lens]
+    found, states = [*map(int, counts), *batch.query_lens, *batch.context_lens], batch.states
+    if states is not None:
+        found += map(int, (states.fixed, states.on_grid, states.starts is not None))
+        found += [*states.slots, *states.counts, *(states.starts or ())]
+    return found
 
 
 def body(batch: Batch) -> Tensor:
@@ -72,7 +77,19 @@ def unpack(numbers: list[int], tensors: Tensor) -> Batch:
         logit_rows=logit_rows,
         fixed=bool(fixed),
         sensitive=bool(sensitive),
+        states=_states(numbers[6 + 2 * rows :]),
     )
+
+
+def _states(numbers: list[int]) -> StateRows | None:
+    """Return the rows of states without their memory, which each rank has."""
+    if not numbers:
+        return None
+    (fixed, on_grid, started), rest = numbers[:3], numbers[3:]
+    each = len(rest) // (2 + started)
+    slots, counts, starts = rest[:each], rest[each : 2 * each], rest[2 * each :]
+    flags = {"fixed": bool(fixed), "on_grid": bool(on_grid)}
+    return StateRows(torch.empty(0), slots, counts, torch.tensor(slots), starts if started else None, **flags)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -211,6 +228,8 @@ def follow(plan: TpLayout, rank: int, gpu_of: GpuOf | None = None) -> None:
     while (message := ranks.receive()).kind != END:
         if message.kind == CACHE:
             model.make_cache(message.numbers[0])
+        elif message.kind == STATES:
+            model.map_states(*message.numbers)
         elif message.kind == GRAPHS:
             rows, blocks = message.numbers
             widest = empty(rows, blocks, plan.block_size, device)

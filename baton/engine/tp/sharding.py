@@ -82,13 +82,6 @@ def common(a: range, b: range) -> range:
     return range(max(a.start, b.start), min(a.stop, b.stop))
 
 
-FAMILIES = frozenset(
-    "llama mistral mixtral qwen2 qwen3 qwen3_moe deepseek_v2 deepseek_v3 deepseek_v32 gemma2 gemma3_text phi3 phi "
-    "starcoder2 nemotron stablelm olmo2 olmo3 exaone4 cohere cohere2 glm4 glm4_moe minimax_m2 gpt_oss granite smollm3 "
-    "seed_oss arcee ernie4_5 hunyuan_v1_dense ministral ministral3 apertus llama4_text".split()
-)
-
-
 def divided(config: ModelConfig, size: int, key: str, quantize: Quantize = "none") -> ModelConfig:
     """Return the config of each of `size` ranks. Raises ConfigError with `key` and sizes that it does not divide."""
     stored = None if config.quantised is None else config.quantised.scheme
@@ -100,6 +93,7 @@ def divided(config: ModelConfig, size: int, key: str, quantize: Quantize = "none
         raise ConfigError(f"{key}: {size} does not divide the model's {' and '.join(uneven)}; allowed are {fits}")
     kv_heads, inner = Heads(config.kv_heads, size).per_rank, config.intermediate_size // size
     spec, experts = config.spec, config.experts
+    spec = replace(spec, recurrent=tuple(each and each.divided(size) for each in spec.recurrent))
     if experts is not None:
         own = replace(experts, inner=experts.inner // size, shared_inner=experts.shared_inner // size)
         spec = replace(spec, experts=own)
@@ -108,7 +102,7 @@ def divided(config: ModelConfig, size: int, key: str, quantize: Quantize = "none
 
 def _undivided(config: ModelConfig, quantize: Quantize) -> str:
     """Return what cannot be divided, or ""."""
-    if config.family not in FAMILIES:
+    if config.family == "gemma4_text":
         return f"a model of the family {config.family}"
     if config.experts is not None and (config.quantised is not None or quantize != "none"):
         return "quantised experts"
@@ -131,6 +125,10 @@ def _uneven(config: ModelConfig, size: int, groups: set[int]) -> list[str]:
         found += [f"{name} ({width})" for name, width in widths.items() if width % size]
     head_dim = config.latent.value_dim if config.latent else config.head_dim
     inputs = {"o_proj": heads * head_dim, "down_proj": inner}
+    for spec in {*config.spec.recurrent} - {None}:
+        assert spec is not None
+        found += spec.uneven(size)
+        inputs["out_proj"] = spec.inner
     cut = [(layer, group) for layer in inputs for group in groups if size > 1 and inputs[layer] % (size * group)]
     return found + [f"{layer} ({inputs[layer]} inputs in groups of {group})" for layer, group in cut]
 
@@ -241,6 +239,13 @@ class ShardedParts(Parts):
 
     def total(self, x: Tensor) -> Tensor:
         return _sum(x, x, self.exchange)
+
+    def shared_mean(self, means: Tensor, copies: int) -> Tensor:
+        if copies == 1:
+            return means
+        every, group = means.new_zeros(len(means), self.exchange.size // copies), self.exchange.rank // copies
+        every[:, group] = means[:, 0, 0] / copies
+        return _sum(every, every, self.exchange)[:, group, None, None]
 
     def width_norm(self, norm: TorchNorm) -> Norm:
         return DividedNorm(norm, self.exchange)

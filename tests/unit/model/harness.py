@@ -45,9 +45,11 @@ def greedy(backend: ModelBackend, prompts: Sequence[Sequence[int]], new: int, rn
     free = list(range(sum(backend.layout.blocks_for(row.target) for row in rows) + 3))
     rng.shuffle(free)
     kv = poisoned_cache(backend, len(free))
-    memory = torch.full((len(rows) + 2, backend.layout.state_size), torch.nan)
+    memory = kv.make_states(len(rows) + 2).rows.fill_(torch.nan) if backend.layout.state_size else None
     for slot, row in enumerate(rows, 1):
-        memory[slot], row.slot = 0, slot
+        row.slot = slot
+        if memory is not None:
+            memory[slot] = 0
     while running := [row for row in rows if len(row.tokens) < row.target]:
         chosen = rng.sample(running, rng.randint(1, len(running)))
         chunks = [_chunk(row, rng) for row in chosen]

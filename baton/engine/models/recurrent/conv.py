@@ -6,7 +6,7 @@ state. All operations are elementwise, so a row's bits depend neither on the bat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from baton.engine.batch import StateRows
 from baton.engine.models.checkpoint import Weights
 from baton.engine.models.llama import Parts, Step
-from baton.engine.models.recurrent.spec import ShortConvSpec
+from baton.engine.models.recurrent.spec import Part, ShortConvSpec, rows_of, whole
 
 
 def sequences(states: StateRows) -> Iterator[tuple[int, slice]]:
@@ -35,15 +35,21 @@ def waves(states: StateRows) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 class CausalConv:
-    """A causal convolution of each channel, in float32. Its state begins at number `offset` of a sequence's row."""
+    """A causal convolution of a rank's `channels`, in float32. Its state begins at number `offset` of a sequence's
+    row.
+    """
 
-    def __init__(self, weights: Weights, name: str, channels: int, width: int, *, bias: bool, offset: int) -> None:
-        taps = weights.float32(f"{name}.weight", channels, 1, width)
-        self.bias = weights.float32(f"{name}.bias", channels) if bias else None
+    def __init__(
+        self, weights: Weights, name: str, channels: Sequence[Part], width: int, *, bias: bool, offset: int
+    ) -> None:
+        every, own = whole(channels, weights.size), rows_of(channels, weights.rank, weights.size)
+        taps = weights.float32(f"{name}.weight", every, 1, width)
+        self.bias = weights.float32(f"{name}.bias", every) if bias else None
         weights.settle()
-        self.taps = taps[:, 0].t().contiguous()  # [width, channels]
-        self.shape = (-1, width - 1, channels)
-        self.part = slice(offset, offset + (width - 1) * channels)
+        self.bias = None if self.bias is None else self.bias[own]
+        self.taps = taps[own, 0].t().contiguous()  # [width, channels]
+        self.shape = (-1, width - 1, len(own))
+        self.part = slice(offset, offset + (width - 1) * len(own))
 
     def __call__(self, x: Tensor, states: StateRows) -> Tensor:
         """Return the convolved rows, float32 [N, channels], and update the states. x is float32 [N, channels]."""
@@ -71,10 +77,9 @@ class ShortConv:
     """A layer of LFM2 in place of attention."""
 
     def __init__(self, spec: ShortConvSpec, parts: Parts, name: str, hidden: int, offset: int) -> None:
-        width = spec.channels
-        self.inputs = parts.linear((f"{name}.in_proj",), (3 * width,), hidden, bias=spec.bias)
-        self.conv = CausalConv(parts.weights, f"{name}.conv", width, spec.width, bias=spec.bias, offset=offset)
-        self.out = parts.summed(f"{name}.out_proj", hidden, width, bias=spec.bias)
+        self.inputs = parts.picked((f"{name}.in_proj",), [spec.convolved * 3], hidden, bias=spec.bias)
+        self.conv = CausalConv(parts.weights, f"{name}.conv", spec.convolved, spec.width, bias=spec.bias, offset=offset)
+        self.out = parts.summed(f"{name}.out_proj", hidden, spec.inner, bias=spec.bias)
 
     def __call__(self, x: Tensor, step: Step, keys: Tensor, values: Tensor) -> Tensor:
         assert step.states is not None

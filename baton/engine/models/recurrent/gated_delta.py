@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from baton.engine.kernels.elementwise import mapped
 from baton.engine.models.llama import Parts, Step
 from baton.engine.models.recurrent.conv import CausalConv, sequences, waves
-from baton.engine.models.recurrent.spec import GatedDeltaSpec
+from baton.engine.models.recurrent.spec import GatedDeltaSpec, Part
 
 CHUNK = 64
 LENGTH_EPS = 1e-6
@@ -50,22 +50,24 @@ class GatedDelta:
     """A layer in place of attention."""
 
     def __init__(self, spec: GatedDeltaSpec, parts: Parts, name: str, hidden: int, offset: int) -> None:
-        self.spec, weights, heads = spec, parts.weights, spec.value_heads
+        self.spec, weights, heads = spec, parts.weights, (Part(spec.value_heads),)
+        wide, narrow = (*spec.convolved, Part(spec.values)), heads * 2
         if spec.grouped:
-            wide, narrow = 2 * (spec.keys + spec.values), 2 * heads
-            per_key = spec.value_heads // spec.key_heads
-            order = _ungrouped(spec.key_heads, [spec.key_dim] * 2 + [per_key * spec.value_dim] * 2)
-            self.inputs = parts.linear((f"{name}.in_proj_qkvz",), (wide,), hidden, bias=False, order=order)
-            order = _ungrouped(spec.key_heads, [per_key] * 2)
-            self.rates = parts.linear((f"{name}.in_proj_ba",), (narrow,), hidden, bias=False, order=order)
+            per_key, groups = spec.per_key, spec.key_heads * spec.ranks // spec.copies
+            order = _ungrouped(groups, [spec.key_dim] * 2 + [per_key * spec.value_dim] * 2)
+            self.inputs = parts.picked((f"{name}.in_proj_qkvz",), [wide], hidden, bias=False, order=order)
+            order = _ungrouped(groups, [per_key] * 2)
+            self.rates = parts.picked((f"{name}.in_proj_ba",), [narrow], hidden, bias=False, order=order)
         else:
-            names, widths = (f"{name}.in_proj_qkv", f"{name}.in_proj_z"), (spec.channels, spec.values)
-            self.inputs = parts.linear(names, widths, hidden, bias=False)
-            self.rates = parts.linear((f"{name}.in_proj_b", f"{name}.in_proj_a"), (heads, heads), hidden, bias=False)
-        self.conv = CausalConv(weights, f"{name}.conv1d", spec.channels, spec.width, bias=False, offset=offset)
+            names, rates = ([f"{name}.in_proj_{part}" for part in pair] for pair in (("qkv", "z"), "ba"))
+            self.inputs = parts.picked(names, [wide[:3], wide[3:]], hidden, bias=False)
+            self.rates = parts.picked(rates, [heads, heads], hidden, bias=False)
+        self.conv = CausalConv(weights, f"{name}.conv1d", spec.convolved, spec.width, bias=False, offset=offset)
         begin = self.conv.part.stop
-        self.part = slice(begin, begin + spec.values * spec.key_dim)
-        self.decay, self.dt = weights.float32(f"{name}.A_log", heads), weights.float32(f"{name}.dt_bias", heads)
+        self.part = slice(begin, begin + spec.matrix)
+        self.decay, self.dt = (
+            weights.float32_rows(f"{name}.{part}", spec.value_heads) for part in ("A_log", "dt_bias")
+        )
         self.norm = weights.float32(f"{name}.norm.weight", spec.value_dim)
         weights.settle()
         self.decay = -self.decay.exp()

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from baton.engine.kernels.elementwise import mapped
 from baton.engine.models.llama import Parts, Step
 from baton.engine.models.recurrent.conv import CausalConv, sequences, waves
-from baton.engine.models.recurrent.spec import MambaSpec
+from baton.engine.models.recurrent.spec import MambaSpec, Part
 
 CHUNK = 64
 
@@ -50,14 +50,16 @@ class Mamba:
 
     def __init__(self, spec: MambaSpec, parts: Parts, name: str, hidden: int, offset: int) -> None:
         self.spec, weights = spec, parts.weights
-        wide = spec.inner + spec.channels + spec.heads
-        self.inputs = parts.linear((f"{name}.in_proj",), (wide,), hidden, bias=spec.bias)
-        self.conv = CausalConv(weights, f"{name}.conv1d", spec.channels, spec.width, bias=spec.conv_bias, offset=offset)
-        self.part = slice(self.conv.part.stop, self.conv.part.stop + spec.inner * spec.states)
+        wide = (Part(spec.inner), *spec.convolved, Part(spec.heads))
+        self.inputs = parts.picked((f"{name}.in_proj",), [wide], hidden, bias=spec.bias)
+        conv = spec.convolved, spec.width
+        self.conv = CausalConv(weights, f"{name}.conv1d", *conv, bias=spec.conv_bias, offset=offset)
+        self.part = slice(self.conv.part.stop, self.conv.part.stop + spec.matrix)
         self.dt, decay, self.skip = (
-            weights.float32(f"{name}.{part}", spec.heads) for part in ("dt_bias", "A_log", "D")
+            weights.float32_rows(f"{name}.{part}", spec.heads) for part in ("dt_bias", "A_log", "D")
         )
-        self.norm = weights.float32(f"{name}.norm.weight", spec.inner)
+        self.norm = weights.float32_rows(f"{name}.norm.weight", spec.inner)
+        self.mean = parts.shared_mean
         weights.settle()
         self.decay = -decay.exp()
         self.out = parts.summed(f"{name}.out_proj", hidden, spec.inner, bias=spec.bias)
@@ -71,7 +73,8 @@ class Mamba:
         rows = self._rows(mapped(F.silu, self.conv(mixed.float(), step.states), fixed=fixed), dt.float(), fixed=fixed)
         found = (self._recurrent(rows, step) + rows.x.transpose(0, 1) * self.skip[:, None]).reshape(count, -1)
         grouped = (found * mapped(F.silu, gate.float(), fixed=fixed)).view(count, spec.groups, -1)
-        normed = (grouped * torch.rsqrt(grouped.pow(2).mean(-1, keepdim=True) + spec.eps)).view(count, -1) * self.norm
+        means = self.mean(grouped.pow(2).mean(-1, keepdim=True), spec.copies)
+        normed = (grouped * torch.rsqrt(means + spec.eps)).view(count, -1) * self.norm
         return self.out(take("mamba_outputs", count, spec.inner).copy_(normed), take("delta", count, self.out.width))
 
     def _rows(self, mixed: Tensor, dt: Tensor, *, fixed: bool) -> _Rows:
