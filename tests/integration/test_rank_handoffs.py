@@ -35,7 +35,7 @@ from tests.support.engines import Streams, engine_of, ids, key_of, numbers, rese
 from tests.support.time_factor import scaled
 from tests.unit.kvtransfer.support import SMALL_FRAMES, Pairs
 from tests.unit.kvtransfer.test_ranks import SIZES, over
-from tests.unit.model.checkpoints import NATIVE, SPARSE, random_checkpoint
+from tests.unit.model.checkpoints import NATIVE, RECURRENT, SPARSE, random_checkpoint
 from tests.unit.tp.support import copies
 from tools import fallback_models
 
@@ -88,13 +88,16 @@ def test_a_model_in_transformers_hands_over_its_kv(transport: str, tmp_path: Pat
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
-def test_models_with_experts_hand_over_to_ranks(family: str, tmp_path: Path) -> None:
-    """One rank computes the prompt, and two processes continue. Experts are divided by their width."""
-    (NATIVE | SPARSE)[family].write(tmp_path, vocab_size=259)
-    alone, sender = (load_model(tmp_path, block_size=BLOCK) for _ in range(2))
-    with closing(load_sharded(tmp_path, Ranking(2, threads=1), block_size=BLOCK)) as receiver:
-        check_handoff(alone, sender, receiver, "shm")
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "gemma4", "qwen3_next", "granite-hybrid", "lfm2"])
+def test_other_families_hand_over_to_ranks(family: str, tmp_path: Path, back: bool) -> None:
+    """One rank computes the prompt, and two processes continue, or the other way round. States of recurrent layers
+    travel with the commit.
+    """
+    (NATIVE | SPARSE | RECURRENT)[family].write(tmp_path, vocab_size=259)
+    alone, one = (load_model(tmp_path, block_size=BLOCK) for _ in range(2))
+    with closing(load_sharded(tmp_path, Ranking(2, threads=1), block_size=BLOCK)) as two:
+        check_handoff(alone, *((two, one) if back else (one, two)), "shm")
 
 
 def check_handoff(alone: Any, sender: Any, receiver: Any, transport: str) -> None:
@@ -119,14 +122,14 @@ def check_handoff(alone: Any, sender: Any, receiver: Any, transport: str) -> Non
     giver.submit(key, prompt, hold=True)
     first = Streams().drain(giver).tokens[key]
     known = replace(prompt, known=(*prompt.known, *ids(first)))
-    pair.sender.finish(job.handoff, PushEnd(known, first))
+    pair.sender.finish(job.handoff, PushEnd(known, first, giver.state_of(key)))
     assert pair.reports.done(job.handoff).transport == transport
     every, span = range(taker.layout.layers), (0, len(prompt))
     sent = giver.kv.copied(every, giver.held(key).blocks, *span)
     for copy in copies(taker.kv):
         assert torch.equal(copy.copied(every, room.blocks, *span), sent)
     pairs.close()
-    taker.adopt(key, known, room)
+    taker.adopt(key, known, room, pair.table.commits[job.handoff].state)
     assert ids(first) + Streams().drain(taker).ids(key) == expected
 
 

@@ -6,6 +6,7 @@ never ignored. Quantised tensors without a declared format are detected and reje
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,9 +84,13 @@ class ModelConfig:
 
     @property
     def cache_dim(self) -> int:
-        """Numbers of each of `kv_heads` rows of a token in the cache, of which layers with smaller heads use some."""
-        rows = ((each.kv_heads or self.kv_heads) * (each.head_dim or self.head_dim) for each in self.spec.attention)
-        return -(-max(rows) // self.kv_heads) if self.latent is None else self.head_dim
+        """Numbers of each of `kv_heads` rows of a token in the cache, of which layers with smaller heads use some. All
+        rows together have an equal share for each head of a layer.
+        """
+        heads = [(each.kv_heads or self.kv_heads, each.head_dim or self.head_dim) for each in self.spec.attention]
+        step = math.lcm(*(count // math.gcd(count, self.kv_heads) for count, _ in heads))
+        widest = max(-(-count * dim // self.kv_heads) for count, dim in heads)
+        return -(-widest // step) * step if self.latent is None else self.head_dim
 
     def names_in(self, contains: Callable[[str], bool]) -> Names:
         """Return the names of tensors in a checkpoint, which `contains` some."""

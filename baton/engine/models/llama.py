@@ -272,11 +272,12 @@ class SelfAttention:
         return self.o(attended, take("delta", rows, self.o.width))
 
     def _own(self, cache: Tensor) -> Tensor:
-        """Return the part of rows of a cache [blocks, block_size, heads, dim] that the layer uses."""
+        """Return the part of rows of a cache [blocks, block_size, heads, dim] that the layer uses: the first numbers of
+        each head's equal share of a row, so that a range of heads is at the same place on any number of ranks.
+        """
         if cache.shape[2:] == (self.kv_heads, self.head_dim) or cache.dtype is torch.int8:
             return cache
-        used = cache.flatten(2)[..., : self.kv_heads * self.head_dim]
-        return used.view(*cache.shape[:2], self.kv_heads, self.head_dim)
+        return cache.flatten(2).unflatten(2, (self.kv_heads, -1))[..., : self.head_dim]
 
     def _query(self, qkv: Tensor, step: Step) -> Tensor:
         """Return the queries of a layer that reads the keys and values of another one."""

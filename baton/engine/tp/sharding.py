@@ -93,7 +93,13 @@ def divided(config: ModelConfig, size: int, key: str, quantize: Quantize = "none
         raise ConfigError(f"{key}: {size} does not divide the model's {' and '.join(uneven)}; allowed are {fits}")
     kv_heads, inner = Heads(config.kv_heads, size).per_rank, config.intermediate_size // size
     spec, experts = config.spec, config.experts
-    spec = replace(spec, recurrent=tuple(each and each.divided(size) for each in spec.recurrent))
+    counts = [each.kv_heads and Heads(each.kv_heads, size).per_rank for each in spec.attention]
+    spec = replace(
+        spec,
+        attention=tuple(replace(each, kv_heads=n) for each, n in zip(spec.attention, counts, strict=True)),
+        recurrent=tuple(each and each.divided(size) for each in spec.recurrent),
+        wide=tuple(each // size for each in spec.wide),
+    )
     if experts is not None:
         own = replace(experts, inner=experts.inner // size, shared_inner=experts.shared_inner // size)
         spec = replace(spec, experts=own)
@@ -102,8 +108,6 @@ def divided(config: ModelConfig, size: int, key: str, quantize: Quantize = "none
 
 def _undivided(config: ModelConfig, quantize: Quantize) -> str:
     """Return what cannot be divided, or ""."""
-    if config.family == "gemma4_text":
-        return f"a model of the family {config.family}"
     if config.experts is not None and (config.quantised is not None or quantize != "none"):
         return "quantised experts"
     norms = (each.head_norm for each in config.spec.attention)
@@ -116,21 +120,23 @@ def _uneven(config: ModelConfig, size: int, groups: set[int]) -> list[str]:
     """Return the keys and values that `size` ranks cannot share evenly. Ranks may share a KV head, and cut no group of
     quantised inputs.
     """
-    heads, kv_heads, inner = config.heads, config.kv_heads, config.intermediate_size
+    heads, kv_heads, inner, attention = config.heads, config.kv_heads, config.intermediate_size, config.spec.attention
     found = [f"num_attention_heads ({heads})"] if heads % size else []
     found += [f"num_key_value_heads ({kv_heads})"] if kv_heads % size and size % kv_heads else []
+    others = {each.kv_heads or kv_heads for each in attention} - {kv_heads}  # ranks that share one have other rows
+    found += [f"KV heads of full attention ({n})" for n in others if n % size or kv_heads % size]
     found += [f"intermediate_size ({inner})"] if inner % size else []
     if config.experts is not None:
         widths = {"width of experts": config.experts.inner, "width of shared experts": config.experts.shared_inner}
         found += [f"{name} ({width})" for name, width in widths.items() if width % size]
-    head_dim = config.latent.value_dim if config.latent else config.head_dim
-    inputs = {"o_proj": heads * head_dim, "down_proj": inner}
+    dims = {config.latent.value_dim} if config.latent else {each.head_dim or config.head_dim for each in attention}
+    inputs = [*(("o_proj", heads * dim) for dim in sorted(dims)), ("down_proj", inner)]
     for spec in {*config.spec.recurrent} - {None}:
         assert spec is not None
         found += spec.uneven(size)
-        inputs["out_proj"] = spec.inner
-    cut = [(layer, group) for layer in inputs for group in groups if size > 1 and inputs[layer] % (size * group)]
-    return found + [f"{layer} ({inputs[layer]} inputs in groups of {group})" for layer, group in cut]
+        inputs.append(("out_proj", spec.inner))
+    cut = [(layer, n, group) for layer, n in inputs for group in groups if size > 1 and n % (size * group)]
+    return found + [f"{layer} ({n} inputs in groups of {group})" for layer, n, group in cut]
 
 
 KV = tuple(f".{part}.{end}" for part in ("k_proj", "v_proj", "k_norm") for end in ("weight", "bias"))

@@ -169,7 +169,6 @@ def test_a_silent_rank_and_a_dead_one(options, message):
         (16, {}, r"num_attention_heads \(8\); allowed are 1, 2, 4, 8$"),
         (4, {"intermediate_size": 82}, r"intermediate_size \(82\); allowed are 1, 2$"),
         (2, {"quantised": INT4}, r"o_proj \(48 inputs in groups of 32\) and down_proj \(80 .* of 32\); allowed are 1$"),
-        (2, {"family": "new"}, "model of the family new; set decode.tensor_parallel to 1"),
     ],
 )
 def test_what_does_not_divide_is_refused_by_name(folder, size, changes, message):

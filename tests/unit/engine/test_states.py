@@ -12,8 +12,7 @@ import torch
 from baton.core import ThinkingState
 from baton.engine.models.loading import load_model
 from baton.engine.states import EVERY
-from baton.engine.tp.backend import Ranking, load_sharded
-from baton.errors import CheckpointError, ConfigError
+from baton.errors import CheckpointError
 from baton.worker.engine_factory import generate
 from tests.support.engines import (
     Streams,
@@ -217,5 +216,3 @@ def test_a_running_sequence_moves_with_its_state(folder, backend, answers, after
 def test_what_is_not_supported_is_rejected_by_name(folder):
     with pytest.raises(CheckpointError, match="has recurrent layers, not supported on cuda, only on CPUs"):
         load_model(folder, device="cuda")
-    with pytest.raises(ConfigError, match="tensor_parallel: 2"):
-        load_sharded(folder, Ranking(2))

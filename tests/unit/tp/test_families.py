@@ -28,6 +28,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_groups": 1},
     "nemotron_h-biases": {"n_groups": 2},
     "granite-hybrid": {"mamba_n_heads": 8},
+    "gemma4-same": {"num_key_value_heads": 4, "num_global_key_value_heads": 2},
 }
 VARIANTS = {
     name: each._replace(settings=each.settings | SIZES.get(name, {}))
@@ -37,13 +38,12 @@ LENGTHS = (1, 17, 40)
 # Four ranks share two KV heads, two key heads of gated delta nets, and two groups of Mamba 2.
 FOUR = (
     "mixtral qwen3_moe v2 v3 v32 gemma2 gemma3 olmo2 olmo3 exaone4 cohere cohere2 glm4 minimax_m2 gpt_oss llama4 "
-    "granite seed_oss apertus phi3 starcoder2 nemotron lfm2 qwen3_next qwen3_5 granite-hybrid"
+    "granite seed_oss apertus phi3 starcoder2 nemotron lfm2 qwen3_next qwen3_5 granite-hybrid gemma4"
 ).split()
-CASES = [(name, 2) for name, each in VARIANTS.items() if each.family != "gemma4_text"] + [(name, 4) for name in FOUR]
+CASES = [(name, 2) for name in VARIANTS] + [(name, 4) for name in FOUR]
 REJECTED = {
     "quantised experts": ("mixtral", {"quantize": "int8"}),
     "layer norms over all heads": ("olmo2", {"kind": "layer"}),
-    "a model of the family gemma4_text": ("gemma4", {}),
 }
 
 
@@ -83,18 +83,19 @@ def test_widths_of_experts_must_be_divisible(tmp_path: Path) -> None:
             4,
             r"heads of Mamba \(6\) and groups of Mamba \(3\)",
         ),
+        ("gemma4-same", {"num_global_key_value_heads": 1}, 2, r"KV heads of full attention \(1\); allowed are 1$"),
     ],
 )
-def test_heads_of_recurrent_layers_must_be_divisible(
+def test_heads_of_single_layers_must_be_divisible(
     tmp_path: Path, name: str, changes: dict[str, Any], size: int, words: str
 ) -> None:
-    VARIANTS[name].write(tmp_path, **changes)
+    VARIANTS[name]._replace(settings=VARIANTS[name].settings | changes).write(tmp_path)
     with pytest.raises(ConfigError, match=words):
         divided(read_config(tmp_path), size, "tp")
 
 
 def test_every_family_is_tried() -> None:
-    assert {VARIANTS[name].family for name, _ in CASES} == FAMILIES.keys() - {"gemma4_text"}
+    assert {VARIANTS[name].family for name, _ in CASES} == FAMILIES.keys()
 
 
 @pytest.mark.slow
@@ -129,13 +130,15 @@ def test_ranks_read_a_gguf_file(plan_of, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "size"), [("gpt_oss", 2), ("minimax_m2", 4)])
+@pytest.mark.parametrize(
+    ("name", "size"), [("gpt_oss", 2), ("minimax_m2", 4), ("gemma4", 2), ("gemma4", 4), ("gemma4-same", 2)]
+)
 def test_one_rank_and_several_hand_over(plan_of, tmp_path: Path, name: str, size: int) -> None:
     VARIANTS[name].write(tmp_path / "m", vocab_size=259)
     rng = random.Random(7)
     alone, backend = (
         load_model(tmp_path / "m", block_size=8),
-        on_threads(plan_of(size, str(tmp_path / "m")), gpus(size)[0]),
+        on_threads(plan_of(size, str(tmp_path / "m")), [] if "gemma" in name else gpus(size)[0]),
     )
     one, many = (Engine(b, OracleTokenizer(), total_blocks=24, prefix_cache=False) for b in (alone, backend))
     for _ in range(2):
