@@ -1,5 +1,6 @@
 """Clusters whose pools have different tensor-parallel sizes, on the demo model: answers, and a rank's death."""
 
+import shutil
 from pathlib import Path
 
 import psutil
@@ -12,6 +13,7 @@ from baton.tokenizer import load_tokenizer
 from baton.worker.engine_factory import generate
 from tests.support.cluster_process import HANDED_OVER
 from tests.support.waiting import eventually
+from tests.unit.model.checkpoints import RECURRENT
 
 pytestmark = pytest.mark.slow
 DEMO = Path(__file__).parents[2] / "models" / "demo"
@@ -21,7 +23,12 @@ TOKENS = 24
 
 @pytest.fixture(scope="module")
 def alone():
-    engine = Engine(load_model(DEMO), load_tokenizer(DEMO), total_blocks=64)
+    return answers_of(DEMO)
+
+
+def answers_of(folder):
+    """Return the answers of one process."""
+    engine = Engine(load_model(folder), load_tokenizer(folder), total_blocks=64)
     sampling = Sampling(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
     specs = [SequenceSpec(tuple(engine.tokenizer.encode(prompt)), sampling) for prompt in PROMPTS]
     return [generate(engine, spec).text for spec in specs]
@@ -52,6 +59,19 @@ def test_pools_of_different_sizes_answer_as_one_process(home, alone, config, pre
             _the_whole_worker_is_replaced_when_one_of_its_ranks_dies(cluster, alone)
         left = [child for children in followers(cluster).values() for child in children]
     assert not [child for child in left if child.is_running()]
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("name", "prefill", "decode"), [("qwen3_5", 1, 2), ("granite-hybrid", 2, 1)])
+def test_a_state_travels_between_pools_of_different_sizes(home, tmp_path, name, prefill, decode):
+    folder = tmp_path / "model"
+    RECURRENT[name].write(folder, vocab_size=2048)
+    for part in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / part, folder / part)
+    sizes = f"prefill.tensor_parallel={prefill}", f"decode.tensor_parallel={decode}"
+    model = f"model.path={folder}", "model.max_model_len=auto"
+    with home.cluster("configs/no-ray.yaml", HANDED_OVER, *model, *sizes) as cluster:
+        assert answers(cluster) == answers_of(folder)
 
 
 def _the_whole_worker_is_replaced_when_one_of_its_ranks_dies(cluster, alone):

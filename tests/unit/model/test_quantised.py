@@ -67,7 +67,7 @@ def compress(folder: Path, form: str, weights: dict[str, Any], reference: Any, *
     scheme = QuantizationScheme.model_validate({"targets": ["Linear"], "weights": weights})
     compressor, tensors = BaseCompressor.get_value_from_registry(form), load_file(folder / "model.safetensors")
     for name in [
-        name for name in tensors if re.search(r"(_proj|\.w[123])\.weight$", name) or (head and "lm_head" in name)
+        name for name in tensors if re.search(r"(_proj(_\w+)?|\.w[123])\.weight$", name) or (head and "lm_head" in name)
     ]:
         weight, layer = tensors.pop(name), name.removesuffix("weight")
         grouped = weight.unflatten(1, (-1, weights.get("group_size", weight.shape[1])))

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from baton.engine.model_backend import ModelBackend
 from baton.engine.models.loading import load_model
 from baton.gguf.folder import gguf_folder
 from tests.support.compiled_kernels import share_kernels
-from tests.unit.model.checkpoints import edit_config, random_checkpoint
+from tests.unit.model.checkpoints import NATIVE, RECURRENT, edit_config, random_checkpoint
 from tests.unit.model.harness import greedy, prompts
 from tests.unit.model.test_quantised import FORMATS, compress, widen
 from tests.unit.tp.support import on_threads, plan
@@ -43,6 +44,23 @@ def test_tokens_are_those_of_one_process(form: Any, size: int, tmp_path: Path, m
     quantize: Quantize = "none" if isinstance(form, tuple) else form
     whole = load_model(tmp_path, quantize=quantize, block_size=8)
     with closing(on_threads(replace(plan(tmp_path, size, str(tmp_path)), quantize=quantize), [])) as ranks:
+        check_same(ranks, whole, seed)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("form", ["int8", FORMATS[0]], ids=str)
+@pytest.mark.parametrize("name", ["granite-hybrid", "qwen3_5", "lfm2", "gemma4"])
+def test_tokens_of_other_layers_are_those_of_one_process(
+    form: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setenv("BATON_CPU_LEVEL", "none")
+    reference = (RECURRENT | NATIVE)[name].write(tmp_path, vocab_size=259)
+    if isinstance(form, tuple):
+        monkeypatch.setattr("tests.unit.model.test_quantised.parameter_of", lambda *_: Mock())
+        compress(tmp_path, form[0], form[1] | {"type": "int"}, reference)
+    quantize: Quantize = "none" if isinstance(form, tuple) else form
+    whole = load_model(tmp_path, quantize=quantize, block_size=8)
+    with closing(on_threads(replace(plan(tmp_path, 2, str(tmp_path)), quantize=quantize), [])) as ranks:
         check_same(ranks, whole, seed)
 
 
