@@ -34,8 +34,9 @@ from router.openai.logprobs.prompt import ReturnedPrompt
 from router.openai.logprobs.tokens import Scored, TokenTexts, in_thread
 from router.openai.upstream import EventId, Metadata, Streams
 
-EVENT_STREAM = "text/event-stream; charset=utf-8"
-_KEEP_ALIVE = b": waiting\n"  # an empty line would end an event, and the openai package takes that for one after an id
+EVENTS = "text/event-stream"
+EVENT_STREAM = f"{EVENTS}; charset=utf-8"
+_KEEP_ALIVE = b": waiting\n"
 _DAY = 86_400  # s
 _REFUSALS = (
     errors.InvalidRequest,
@@ -154,7 +155,9 @@ class _Turns:
 
 
 class Answer:
-    """Accumulator of one answer. Its stream begins with the event after `after`, if that is set."""
+    """Accumulator of one answer. Its stream begins with the event after `after`, if that is set. With `ids`, events
+    have an id if the job allows it.
+    """
 
     def __init__(
         self,
@@ -165,12 +168,15 @@ class Answer:
         *,
         model: str,
         after: EventId | None = None,
+        ids: bool = False,
     ) -> None:
         self.job, self._texts, self._metadata, self.measured = job, texts, metadata, measured
         self._model, self._created, self._after = model, int(time.time()), after
         one = len(job.requests) == 1 and not job.thoughts
-        self._turns = _Turns(job.n) if job.has_ids and one else None  # then the rest has the same order, too
-        self._has_ids = job.has_ids
+        self._has_ids = ids and job.has_ids
+        self._turns = _Turns(job.n) if self._has_ids and one else None  # then the rest has the same order, too
+        # An empty line ends a comment. Some parsers (httpx-sse) take it for an event without data after an id.
+        self._keep_alive = _KEEP_ALIVE if self._has_ids else _KEEP_ALIVE + b"\n"
         self._counts = [0] * job.slots  # events: see `EventId`
         self._received = after.counts if after is not None else tuple(self._counts)  # by the client before
         self._names: Sequence[str] = ()
@@ -215,9 +221,11 @@ class Answer:
         quiet_since = now()
         async for pieces in self._pieces(streams, keep_alive_s):
             # Events of one message leave in one write.
-            events = b"".join(event for piece in pieces for event in self._in_turn(piece)) if pieces else _KEEP_ALIVE
+            events = (
+                b"".join(event for piece in pieces for event in self._in_turn(piece)) if pieces else self._keep_alive
+            )
             if not events and now() - quiet_since >= keep_alive_s:
-                events = _KEEP_ALIVE
+                events = self._keep_alive
             if events:
                 quiet_since = now()
                 yield events

@@ -48,7 +48,7 @@ from router.openai.messages_api.schema import CountBody, MessagesBody
 from router.openai.openapi.page import page
 from router.openai.openapi.spec import openapi
 from router.openai.parsing import NEUTRAL_FIELDS, B, read_body
-from router.openai.responses import Answer, AnswerResponse, RequestMetrics
+from router.openai.responses import EVENTS, Answer, AnswerResponse, RequestMetrics
 from router.openai.responses_api.chat import responses_job
 from router.openai.responses_api.schema import ResponsesBody
 from router.openai.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -277,7 +277,8 @@ class Gateway:
     ) -> Response:
         metadata, given = _metadata(request), request.headers.getlist(LAST_EVENT_ID)
         after = event_id(job, ",".join(given)) if given else None
-        answer = Answer(job, self._texts, metadata, measured, model=model, after=after)
+        ids = after is not None or EVENTS in request.headers.get("accept", "").lower()
+        answer = Answer(job, self._texts, metadata, measured, model=model, after=after, ids=ids)
         streams = Streams(self._upstream, job.requests, metadata, job.rename, after, leave)
         settings = self._settings
         return AnswerResponse(answer, streams, keep_alive_s=settings.keep_alive_s, stall_s=settings.stall_s)

@@ -93,7 +93,7 @@ def returning(address, body, begun):
     """Return the events of a stream, and the number of breaks. After a break, come back with `Last-Event-ID`."""
     events, breaks = list[list[str]](), -1
     while not events or events[-1][1] != "data: [DONE]":
-        headers, breaks = {"content-type": "application/json"}, breaks + 1
+        headers, breaks = {"content-type": "application/json", "accept": "text/event-stream"}, breaks + 1
         headers |= {"last-event-id": events[-1][0].removeprefix("id: ")} if events else {}
         with suppress(IncompleteRead, ConnectionError), closing(Narrow(address, timeout=scaled(60))) as connection:
             connection.request("POST", "/v1/completions", json.dumps(body), headers)

@@ -16,8 +16,8 @@ from baton.errors import InvalidRequest, Overloaded
 from baton.metrics import Metrics
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
-from router.openai import responses
 from router.openai.connections import BoundedProtocol
+from router.openai.responses import EVENTS
 from router.openai.upstream import Upstream, _Received
 from tests.integration.gateway_support import (
     EOS,
@@ -25,7 +25,6 @@ from tests.integration.gateway_support import (
     HELLO,
     USAGE,
     alone,
-    asking,
     completed,
     finished,
     opened,
@@ -737,7 +736,9 @@ async def streaming(gateway, **options):
     return await opened(gateway.address, "POST", "/v1/completions", body, **options)
 
 
-async def test_keep_alive_while_nothing_comes():
+@pytest.mark.parametrize(("headers", "comments"), [({}, b": waiting\n\n"), ({"accept": EVENTS}, b": waiting\n")])
+async def test_keep_alive_while_nothing_comes(headers, comments):
+    """Parsers such as the openai package's keep an id, and take an empty line after it for an event without data."""
     held = asyncio.Event()
 
     async def script(request):
@@ -746,27 +747,22 @@ async def test_keep_alive_while_nothing_comes():
 
     async with alone(keep_alive_s=0.02) as gateway:
         gateway.fake.script = script
-        reader, writer = await streaming(gateway, connection="close")
+        reader, writer = await streaming(gateway, connection="close", **headers)
         for _ in range(3):
-            await reader.readuntil(b": waiting\n")
+            await reader.readuntil(comments + b"\r\n")
         held.set()
         assert b'data: {"error":{"message":"none came"' in await reader.read()
         writer.close()
 
 
-async def test_a_comment_after_an_event_with_an_id_is_no_event_for_the_openai_package():
-    """Its parser keeps the last id, and takes an empty line after it for an event without data."""
-    chunk = b'id: r:1.0\ndata: {"choices": []}\n\n'
-    sent = chunk + responses._KEEP_ALIVE + responses._KEEP_ALIVE + chunk + responses._KEEP_ALIVE + b"data: [DONE]\n\n"
-
-    async def play(reader, writer):
-        await reader.readuntil(b"}")
-        writer.write(b"HTTP/1.1 200 \r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n" + sent)
-        writer.close()
-
-    server = await asyncio.start_server(play, "127.0.0.1", 0)
-    async with server, asking("{}:{}".format(*server.sockets[0].getsockname())) as client:
-        assert len(await client.streamed("complete")) == 2
+@pytest.mark.parametrize(("accept", "ids"), [("*/*", False), ("application/json, Text/Event-Stream;q=0.9", True)])
+async def test_only_clients_that_accept_events_get_ids(gateway, accept, ids):
+    """Load generators of vLLM and SGLang take each line that is no comment for `data: ` and JSON."""
+    gateway.plays(tokens(0, 0, [1], "x"), finished(), completed())
+    body = json.dumps({"prompt": "x", "stream": True}).encode()
+    *_, data = await gateway.raw("POST", "/v1/completions", body, accept=accept)
+    assert (b"id: " in data) == ids
+    assert data.count(b"data: ") == 3
 
 
 async def test_a_client_that_does_not_read_is_given_up():

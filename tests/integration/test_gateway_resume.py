@@ -21,6 +21,7 @@ from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.tokenizer import OracleTokenizer
 from router.openai import responses
+from router.openai.responses import EVENTS
 from router.openai.server import GatewaySettings, HttpServer
 from router.parsing import chat
 from router.request import client_request
@@ -117,7 +118,7 @@ async def two(make, request, monkeypatch):
 
 @asynccontextmanager
 async def streamed(address, path, body, after="", key=""):
-    headers = {"last-event-id": after} if after else {}
+    headers = {"last-event-id": after} if after else {"accept": EVENTS}
     headers |= {"authorization": f"Bearer {key}"} if key else {}
     body = {"stream": True, "max_tokens": SENT, **body}
     async with (
