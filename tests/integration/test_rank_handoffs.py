@@ -97,7 +97,8 @@ def test_other_families_hand_over_to_ranks(family: str, tmp_path: Path, back: bo
     (NATIVE | SPARSE | RECURRENT)[family].write(tmp_path, vocab_size=259)
     alone, one = (load_model(tmp_path, block_size=BLOCK) for _ in range(2))
     with closing(load_sharded(tmp_path, Ranking(2, threads=1), block_size=BLOCK)) as two:
-        check_handoff(alone, *((two, one) if back else (one, two)), "shm")
+        sender, receiver = (two, one) if back else (one, two)
+        check_handoff(alone, sender, receiver, "shm")
 
 
 def check_handoff(alone: Any, sender: Any, receiver: Any, transport: str) -> None:

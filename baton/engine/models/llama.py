@@ -277,7 +277,8 @@ class SelfAttention:
         """
         if cache.shape[2:] == (self.kv_heads, self.head_dim) or cache.dtype is torch.int8:
             return cache
-        return cache.flatten(2).unflatten(2, (self.kv_heads, -1))[..., : self.head_dim]
+        share = cache.shape[2] * cache.shape[3] // self.kv_heads
+        return cache.flatten(2).view(*cache.shape[:2], self.kv_heads, share)[..., : self.head_dim]
 
     def _query(self, qkv: Tensor, step: Step) -> Tensor:
         """Return the queries of a layer that reads the keys and values of another one."""
