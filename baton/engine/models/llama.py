@@ -109,7 +109,8 @@ class Parts:
         return self.weights.checkpoint.scheme([f"{name}.weight" for name in names]) is not None
 
     def _read(self, names: tuple[str, ...], outs: tuple[int, ...], n_in: int, bias: Tensor | None) -> Linear:
-        return self.kernels.quantized(self._packed(names, outs, n_in), bias, self.weights.keep)
+        packed = Parts._packed(self, names, outs, n_in)  # all rows, also on a rank
+        return self.kernels.quantized(packed, bias, self.weights.keep)
 
     def _packed(self, names: tuple[str, ...], outs: tuple[int, ...], n_in: int) -> QuantizedWeight:
         weights = [f"{name}.weight" for name in names]

@@ -24,11 +24,13 @@ from baton.engine.tp.group import SharedExchange, memory_is_ordered
 from baton.engine.tp.rank_process import Split, body, lengths, unpack
 from baton.engine.tp.sharding import Heads, ShardedWeights, read_plan
 from baton.errors import ConfigError, RankLost
-from tests.unit.model.checkpoints import HIDDEN, VOCAB, random_checkpoint
+from tests.support import weight_formats as formats
+from tests.unit.model.checkpoints import HIDDEN, VOCAB, edit_tensors, random_checkpoint
 from tests.unit.model.harness import Row, assert_same_batch, make_batch
 
 HEADS, KV_HEADS, DIM, INNER = 8, 4, 6, 80
 INT4 = Integers(bits=4, size=32).format()
+INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
 CPU = torch.device("cpu")
 needs_order = pytest.mark.skipif(not memory_is_ordered(), reason="shared memory is used on x86-64 Linux alone")
 
@@ -134,6 +136,25 @@ def test_divided_layers_are_the_whole_layer(folder, size, rows):
 
 
 @needs_order
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_projection_that_all_ranks_need_is_whole_if_it_is_packed(tmp_path, rank):
+    """Latent attention has such ones."""
+    random_checkpoint(tmp_path, "llama")
+    name, parts = "model.layers.0.self_attn.k_proj", dict[str, torch.Tensor]()
+
+    def packed(tensors):
+        found, values = formats.compressed(tensors.pop(f"{name}.weight"), "int-quantized", INT8)
+        tensors |= {f"{name}.{part}": each for part, each in found.items()}
+        parts["values"] = values
+
+    edit_tensors(tmp_path, packed)
+    stored = Checkpoint(tmp_path, stored=Integers(bits=8, packed=False).format(), packs=True)
+    weights = ShardedWeights(stored, torch.float32, CPU, rank, Heads(2, 2))
+    layer = sharding.ShardedParts(weights, TorchKernels(), Mock(rank=rank, size=2)).whole(name, 24, HIDDEN, bias=False)
+    x = torch.randn(3, HIDDEN)
+    torch.testing.assert_close(layer(x, torch.empty(3, 24)), x @ parts["values"].T)
+
+
 def test_many_sums_in_a_row(seed):
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     parts = [torch.randn(3, rng.randint(1, 9), rng.randint(1, 30), generator=generator) for _ in range(400)]
