@@ -1,4 +1,4 @@
-"""Pools on CPUs whose KV memory or ranks do not fit the model, found before anything starts.
+"""Pools on CPUs whose KV memory, ranks or speculation do not fit the model, found before anything starts.
 
 An estimate from config.json finds pools in doubt. Only for these the engine's rules are applied: their import is slow.
 """
@@ -12,22 +12,44 @@ from pathlib import Path
 
 from baton.config import ClusterConfig, PoolConfig
 from baton.core import KVLayout, Role
+from baton.errors import ConfigError
 from baton.model_hub import model_folder
 from baton.tokenizer import ORACLE_MODEL
 
 BLOCK = 16  # tokens, for `auto`
 RECURRENT = {"layers_block_type", "attn_layer_indices", "mamba_n_heads", "linear_num_key_heads", "conv_L_cache"}
-UNUSUAL = RECURRENT | {"global_head_dim", "per_layer_config", "index_head_dim", "text_config"}  # other rows of KV
+UNUSUAL = RECURRENT | {"global_head_dim", "per_layer_config", "index_head_dim"}  # other rows of KV
+NEEDED = {"num_attention_heads", "hidden_size", "num_hidden_layers", "head_dim"}  # others than of Llama may be absent
 
 
 def check_sizes(config: ClusterConfig, on_gpus: Collection[Role]) -> None:
     """Raise ConfigError with the key of a pool that a worker would reject. The model must be downloaded."""
+    if config.decode.speculation == "mtp":
+        _check_prediction(config, "cuda" if Role.DECODE in on_gpus else "cpu")
     if config.model.path == ORACLE_MODEL:
         return
     folder = model_folder(config.model.path, weights=False)
     for role, pool in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode)):
         if pool.replicas and role not in on_gpus and (pool.tensor_parallel > 1 or _in_doubt(config, pool, folder)):
             _check(config, role, pool, folder)
+
+
+def _check_prediction(config: ClusterConfig, device: str) -> None:
+    """Raise ConfigError if the model has no layer for multi-token prediction, or if the pool cannot use it."""
+    from baton.engine.models.checkpoint import Checkpoint
+    from baton.engine.models.config import read_config
+    from baton.engine.models.loading import check_prediction
+    from baton.worker.engine_factory import served_by
+    from baton.worker.settings import from_config
+    from baton.worker.speculation_choice import predicts
+
+    settings = from_config(config, Role.DECODE, "check")
+    predicts(settings, device)
+    folder = model_folder(config.model.path)
+    if served_by(settings):
+        raise ConfigError(f"decode.speculation: mtp is not supported for {folder}, which runs in transformers")
+    model = read_config(folder)
+    check_prediction(model, Checkpoint(folder, digests=False, stored=model.quantised))
 
 
 def _in_doubt(config: ClusterConfig, pool: PoolConfig, folder: Path) -> bool:
@@ -38,7 +60,9 @@ def _in_doubt(config: ClusterConfig, pool: PoolConfig, folder: Path) -> bool:
         return False
     try:
         fields = json.loads((folder / "config.json").read_bytes())
-        if UNUSUAL & fields.keys():
+        whole, fields = fields, fields.get("text_config") or fields
+        inside = fields is not whole and not fields.keys() >= NEEDED
+        if inside or UNUSUAL & fields.keys() or fields.get("model_type") == "gemma4_text":
             return True
         heads = fields["num_attention_heads"]
         sizes = heads if (kv := fields.get("num_key_value_heads")) is None else kv, fields["hidden_size"] // heads

@@ -188,7 +188,8 @@ def _log_widened(checkpoint: Checkpoint, config: ModelConfig, dtype: str) -> Non
         log.info("weights_widened", layers=", ".join(kinds), format=config.quantised.summary, dtype=dtype)
 
 
-def _check_prediction(config: ModelConfig, checkpoint: Checkpoint) -> None:
+def check_prediction(config: ModelConfig, checkpoint: Checkpoint) -> None:
+    """Raise ConfigError if a checkpoint has no layer for multi-token prediction."""
     name = f"{head_prefix(config)}eh_proj.weight"
     if not (config.latent and config.unread_layers and name in checkpoint):
         text = f"{checkpoint.folder} has no layer for multi-token prediction of DeepSeek V3 ({name})"
@@ -199,7 +200,7 @@ def _with_weights(
     config: ModelConfig, parts: Parts, thinking: Mode, *, predicts: bool
 ) -> tuple[Decoder, Thinker | None, PredictionHead | None]:
     if predicts:
-        _check_prediction(config, parts.weights.checkpoint)
+        check_prediction(config, parts.weights.checkpoint)
     with closing(parts.weights):
         model = Decoder(config, parts)
         thinker = None if config.thinking is None else Thinker(config, parts, model.embed, thinking)

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from baton import __version__
-from baton.cli.cluster import launch, ports
+from baton.cli.cluster import launch, ports, size_check
 from baton.cli.cluster.launch import as_environment, as_options, fetched
 from baton.cli.cluster.model_check import check_model
 from baton.cli.cluster.ports import check_ports
@@ -254,12 +254,54 @@ GEMMA4 = {
 def test_sizes_of_layers_with_wider_heads_are_counted(tmp_path):
     """KV of heads of 16 numbers would fit. The last layer has heads of 512."""
     whole = {"model_type": "gemma4", "text_config": GEMMA4}
-    for number, config in enumerate((GEMMA4 | {"global_head_dim": 512}, whole)):
+    for number, config in enumerate((GEMMA4, GEMMA4 | {"global_head_dim": 512}, whole)):
         (folder := tmp_path / str(number)).mkdir()
         (folder / "config.json").write_text(json.dumps(config))
         (file := folder / "c.yaml").write_text(OK_FILE % folder)
         with pytest.raises(ConfigError, match="1048576 bytes hold 128 tokens, fewer than"):
             check_sizes(load_config(file, ["decode.kv_memory=1MiB"]), ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked"),
+    [({}, False), ({"num_attention_heads": ...}, True), ({"mamba_n_heads": 8}, True), ({"hidden_size": 4096}, True)],
+)
+def test_only_models_in_doubt_need_the_rules_of_the_engine(tmp_path, monkeypatch, changes, asked):
+    """Their import is slow. A model for text and images has its sizes in `text_config`."""
+    text = {"num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": 2, "head_dim": 16} | changes
+    text |= {"head_dim": 1024} if "hidden_size" in changes else {}
+    text = {key: value for key, value in text.items() if value is not ...}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    (file := tmp_path / "c.yaml").write_text(OK_FILE % tmp_path)
+    monkeypatch.setattr(size_check, "_check", check := Mock())
+    check_sizes(load_config(file, ["decode.kv_memory=1MiB"]), ())
+    assert check.called == asked
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "settings", "words"),
+    [
+        (DEMO, [], r"no layer for multi-token prediction of DeepSeek V3 \(model.layers.\d+.eh_proj.weight\); use off"),
+        ("oracle", [], "the oracle has no layer"),
+        ("v3", ["decode.tensor_parallel=2"], "decode.tensor_parallel is 2, and the layer .* needs 1"),
+        ("v3", ["model.backend=transformers"], "supported for .*, which runs in transformers"),
+        ("v3", [], None),
+    ],
+)
+def test_a_model_that_cannot_predict_is_found_before_anything_starts(tmp_path, model, settings, words):
+    """The layer of the second one is there. It is not loaded."""
+    if model == "v3":
+        import torch
+
+        from tests.unit.model.checkpoints import LATENT, edit_tensors
+
+        LATENT["v3"].write(tmp_path)
+        edit_tensors(tmp_path, lambda tensors: tensors.update({"model.layers.3.eh_proj.weight": torch.ones(1)}))
+    (file := tmp_path / "c.yaml").write_text(OK_FILE.replace("2048", "512") % (tmp_path if model == "v3" else model))
+    match = f"^decode.speculation: mtp is not .*{words}"
+    with pytest.raises(ConfigError, match=match) if words else nullcontext():
+        check_sizes(load_config(file, ["decode.speculation=mtp", *settings]), ())
 
 
 def test_a_detached_start_can_be_stopped_while_the_model_is_prepared(tmp_path, monkeypatch):
