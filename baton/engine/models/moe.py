@@ -282,11 +282,11 @@ def _stacked(config: ModelConfig, experts: ExpertsConfig, parts: Parts, name: st
     """Read the weights [experts, 2 inner, hidden] and [experts, hidden, inner] from either checkpoint layout."""
     weights, (count, inner, hidden) = parts.weights, (experts.count, experts.inner, config.hidden_size)
     fused = _fused(config, parts, name)
-    if experts.transposed or fused is not None:
+    if fused is not None:
         stored = weights.whole(inner)
-        if experts.transposed or fused is None:
-            gate_up = _turned(parts, f"{name}.gate_up_proj", count, hidden, 2 * stored, paired=experts.paired)
-            down = _turned(parts, f"{name}.down_proj", count, stored, hidden, paired=False)
+        if experts.transposed:
+            gate_up = _turned(parts, fused[0], count, hidden, 2 * stored, paired=experts.paired)
+            down = _turned(parts, fused[1], count, stored, hidden, paired=False)
         else:
             gate_up = weights.tensor(fused[0], count, 2 * stored, hidden)
             down = weights.tensor(fused[1], count, hidden, stored)

@@ -20,7 +20,20 @@ from baton.engine.models.json_fields import Fields
 from baton.engine.models.loading import load_model
 from baton.errors import CheckpointError
 from tests.support import weight_formats as formats
-from tests.unit.model.checkpoints import MIXTRAL, NATIVE, V3, edit_config, edit_tensors, parameter_of, random_checkpoint
+from tests.unit.model.checkpoints import (
+    DENSE,
+    LATENT,
+    MIXTRAL,
+    NATIVE,
+    RECURRENT,
+    SPARSE,
+    V3,
+    edit_config,
+    edit_tensors,
+    parameter_of,
+    random_checkpoint,
+    reload,
+)
 from tests.unit.model.harness import check_equal
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
@@ -84,11 +97,13 @@ FORMATS: dict[str, tuple[dict[str, Any], Write, bool]] = {
 }  # fmt: skip
 
 
-def write(folder: Path, section: dict[str, Any], layer: Write, family: str = "qwen2", **settings: Any) -> Any:
+def write(
+    folder: Path, section: dict[str, Any], layer: Write, family: str = "qwen2", layers: str = LAYERS, **settings: Any
+) -> Any:
     """Write a checkpoint with quantised layers. Return transformers' model with the values that they stand for."""
     reference = random_checkpoint(folder, family, **SIZES | settings)
     tensors = load_file(folder / "model.safetensors")
-    for name in [name for name in tensors if re.search(LAYERS, name)]:
+    for name in [name for name in tensors if re.search(layers, name)]:
         found, values = layer(tensors.pop(name))
         parameter_of(reference, name).copy_(values)
         tensors |= {name.removesuffix("weight") + part: tensor for part, tensor in found.items()}
@@ -138,6 +153,36 @@ def test_experts_and_latent_attention(family: str, tmp_path: Path, monkeypatch):
         check_equal(tmp_path / name, write(tmp_path / name, section, layer, family, **EXPERTS[family]))
 
 
+OTHERS = DENSE | SPARSE | LATENT | NATIVE | RECURRENT
+DESCRIBED = [name for name, variant in OTHERS.items() if variant.family not in ("llama", "mistral", "qwen2", "qwen3")]
+
+
+@pytest.mark.slow
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", ["float by block", "int4 in bytes", "bitsandbytes int8"])
+@pytest.mark.parametrize("variant", DESCRIBED)
+def test_all_matrices_of_all_families(variant: str, name: str, tmp_path: Path, monkeypatch):
+    """Also routers, and fused, grouped and recurrent projections, but not embeddings. Transformers reads a copy in
+    which they are widened.
+    """
+    monkeypatch.setenv("BATON_CPU_LEVEL", "none")
+    family, (section, layer, _) = OTHERS[variant].family, FORMATS[name]
+    tensors, wide = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for folder in ("packed", "wide"):
+        OTHERS[variant].write(tmp_path / folder)
+    for path, weight in load_file(tmp_path / "wide" / "model.safetensors").items():
+        if weight.dim() != 2 or not path.endswith(".weight") or re.search(r"embed|lm_head|norm\.", path):
+            tensors[path] = wide[path] = weight
+            continue
+        found, wide[path] = layer(weight)
+        tensors |= {path.removesuffix("weight") + part: tensor for part, tensor in found.items()}
+    for folder, each in (("packed", tensors), ("wide", wide)):
+        whole = {path: tensor.contiguous() for path, tensor in each.items()}
+        save_file(whole, tmp_path / folder / "model.safetensors", metadata={"format": "pt"})
+    edit_config(tmp_path / "packed", quantization_config=section)
+    check_equal(tmp_path / "packed", reload(tmp_path / "wide", family, torch.float32))
+
+
 @pytest.mark.parametrize("kind", ["int8", "int4", "float8", "int8 and int4", "int4 of mslk"])
 def test_torchao(kind: str, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("BATON_CPU_LEVEL", "none")
@@ -176,6 +221,59 @@ def test_gpt_oss_in_mxfp4(tmp_path: Path, seed: int):
     check_equal(tmp_path, reference)
 
 
+def float8_stack(weight: torch.Tensor, name: str, kind: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Quantise experts [count, k, n] as `FbgemmFp8Llama4TextExperts` of transformers, or with one scale for all."""
+    scale = weight.abs().amax(1, keepdim=True) / 448 if kind == "fbgemm_fp8" else weight.abs().max() / 448
+    levels, ending = (weight / scale).to(torch.float8_e4m3fn), {"fp8": "_scale_inv", "modelopt": "_weight_scale"}
+    stored = scale.transpose(1, 2).contiguous() if name.endswith("down_proj") and scale.dim() else scale
+    return {name: levels, name + ending.get(kind, "_scale"): stored}, levels.float() * scale
+
+
+@pytest.mark.parametrize("kind", ["fbgemm_fp8", "fp8", "modelopt"])
+def test_stacks_of_llama_4_in_float8(kind: str, tmp_path: Path):
+    reference = NATIVE["llama4"].write(tmp_path)
+
+    def quantise(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if tensors[name].dim() == 3]:
+            parts, values = float8_stack(tensors.pop(name), name, kind)
+            reference.get_parameter(name).copy_(values)
+            tensors |= parts | ({f"{name}_input_scale": torch.ones(())} if kind == "modelopt" else {})
+
+    edit_tensors(tmp_path, quantise)
+    edit_config(tmp_path, quantization_config={"quant_method": kind, "quant_algo": "FP8"})
+    check_equal(tmp_path, reference)
+
+
+@pytest.mark.parametrize("name", ["float by channel", "int4 in bytes"])
+def test_experts_of_llama_4_that_are_stored_one_by_one(name: str, tmp_path: Path, monkeypatch):
+    """llm-compressor and transformers replace the stacks by networks, before they quantise."""
+    monkeypatch.setenv("BATON_CPU_LEVEL", "none")
+    reference, (section, layer, _) = NATIVE["llama4"].write(tmp_path), FORMATS[name]
+
+    def quantise(tensors: dict[str, torch.Tensor]) -> None:
+        for stack in [name for name in tensors if tensors[name].dim() == 3]:
+            parts = ("gate_proj", "up_proj") if "gate_up" in stack else ("down_proj",)
+            for number, expert in enumerate(tensors.pop(stack)):
+                own = reference.get_parameter(stack)[number].chunk(len(parts), -1)
+                for part, weight, place in zip(parts, expert.chunk(len(parts), -1), own, strict=True):
+                    found, values = layer(weight.t().contiguous())
+                    place.copy_(values.t())
+                    prefix = f"{stack.rpartition('.')[0]}.{number}.{part}."
+                    tensors.update((prefix + ending, tensor) for ending, tensor in found.items())
+
+    edit_tensors(tmp_path, quantise)
+    edit_config(tmp_path, quantization_config=section)
+    check_equal(tmp_path, reference)
+
+
+def test_layers_that_gptq_leaves_out(tmp_path: Path, monkeypatch):
+    """As in the checkpoints of Qwen3.5 by its authors."""
+    monkeypatch.setenv("BATON_CPU_LEVEL", "none")
+    section, layer, _ = FORMATS["gptq"]
+    section = section | {"dynamic": {"lm_head": {}, "-:.*attn.*": {}}}
+    check_equal(tmp_path, write(tmp_path, section, layer, layers=r"(gate|up|down)_proj\.weight$"))
+
+
 def edited(ending: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Path], None]:
     """Return a change of all tensors with names that end so. None removes one."""
 
@@ -204,7 +302,7 @@ WRONG: list[tuple[str, Callable[[Path], None], str]] = [
     ("gptq", edited(".qzeros", lambda each: each | -1), "qzeros has the zero level 15, which is ambiguous"),
     ("gptq", declared(bits=5), "bits must be 2, 3, 4 or 8, got 5"),
     ("gptq", declared(checkpoint_format="marlin"), "checkpoint_format 'marlin' is not supported"),
-    ("gptq", declared(dynamic={"-:lm_head": {}}), "dynamic is not supported"),
+    ("gptq", declared(dynamic={"+:.*up.*": {"bits": 8}}), r"dynamic with settings of its own for '\+:.\*up.\*'"),
     ("awq", declared(version="gemv"), "version 'gemv' is not supported, only gemm"),
     ("awq", declared(bits=3), "bits must be 4, got 3"),
     ("fp8 block", edited("_scale_inv", lambda each: each[:, :1]), r"weight_scale_inv has shape .*, expected \[4, 2\]"),

@@ -18,17 +18,20 @@ from baton.engine.models.json_fields import Fields
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 EXPONENTS = ("U8", "F8_E8M0")  # powers of two
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
-OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".input_global_scale", ".input_zero_point")
+OF_ACTIVATIONS = (".input_scale", "_proj_input_scale", ".activation_scale", ".input_global_scale", ".input_zero_point")
 Block = tuple[int, int]  # outputs and inputs that share a scale; 0 means all of them
 
 
-def float8(summary: str, scale: str, block: Block) -> WeightFormat:
-    """Return the format of tensors in 8 bits. The name of a scale has `scale` in addition, or `_scale` (vLLM)."""
+def float8(summary: str, scale: str, block: Block, of_stack: Block | None = None) -> WeightFormat:
+    """Return the format of tensors in 8 bits. The name of a scale has `scale` in addition, or `_scale` (vLLM), or
+    `_weight_scale` (stacks of ModelOpt). Stacks of experts have the blocks `of_stack`, if they differ.
+    """
 
     def read(source: Source, name: str, shape: Sequence[int]) -> Tensor:
         wide = source.part(name, shape, FLOAT8).float()
-        ending = "_scale" if f"{name}_scale" in source else scale
-        return wide.mul_(scales_of(source, f"{name}{ending}", shape, block, (*FLOATS, *EXPONENTS)))
+        ending = next((each for each in ("_scale", "_weight_scale") if f"{name}{each}" in source), scale)
+        own = (of_stack or block) if len(shape) == 3 else block
+        return wide.mul_(scales_of(source, f"{name}{ending}", shape, own, (*FLOATS, *EXPONENTS)))
 
     return WeightFormat(summary, wide_names("", "", FLOAT8), read, unread=OF_ACTIVATIONS, dimensions=(2, 3))
 
@@ -80,10 +83,17 @@ def scales_of(source: Source, name: str, shape: Sequence[int], block: Block, dty
     stored, (n, k) = source.part(name, None, dtypes), shape[-2:]
     rows, columns = block[0] or n, block[1] or k
     expected = [*shape[:-2], -(-n // rows), -(-k // columns)]
-    if list(stored.shape) != expected and not (stored.ndim < 2 and stored.numel() == math.prod(expected)):
+    if stored.numel() == 1 and block == (0, 0):
+        expected = [1] * len(shape)  # also for a whole stack
+    flat = stored.ndim < 2 and stored.numel() == math.prod(expected)
+    if list(stored.shape) != expected and not flat and not (len(shape) == 3 and _long(stored.shape) == _long(expected)):
         raise source.error(name, f"has shape {list(stored.shape)}, expected {expected}")
     wide = (stored.float() if stored.dtype in FLOATING else _powers(stored)).view(expected)
     return spread(spread(wide, rows, n, -2), columns, k, -1)
+
+
+def _long(shape: Sequence[int]) -> list[int]:
+    return [size for size in shape if size != 1]
 
 
 def block_of(section: Fields, key: str) -> Block:

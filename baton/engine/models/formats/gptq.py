@@ -26,7 +26,7 @@ from baton.engine.models.formats.base import (
 from baton.engine.models.json_fields import Fields
 
 PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of eight outputs in a word of AWQ
-CHANGING = ("adapter", "dynamic", "rotation", "is_marlin_format")  # keys that would change weights or layout
+CHANGING = ("adapter", "rotation", "is_marlin_format")  # keys that would change weights or layout
 
 
 def parse_gptq(section: Fields) -> WeightFormat:
@@ -41,6 +41,9 @@ def parse_gptq(section: Fields) -> WeightFormat:
     for key in CHANGING:
         if section.values.get(key):
             raise section.error(key, "is not supported")
+    for layers, changed in section.section("dynamic").values.items():  # "-:" are layers that are not quantised
+        if changed and not layers.startswith("-:"):
+            raise section.error("dynamic", f"with settings of its own for {layers!r} is not supported")
     ordered, offset = section.flag("desc_act", False), int(form == "gptq")
     return WordLevels(form, bits, _group_size(section), ordered, offset).format()
 

@@ -32,7 +32,7 @@ METHODS: dict[str, Callable[[Fields], WeightFormat]] = {
     "awq": gptq.parse_awq,
     "bitsandbytes": bitsandbytes.parse,
     "compressed-tensors": compressed_tensors.parse,
-    "fbgemm_fp8": lambda _: float8("fp8 channel", "_scale", (1, 0)),
+    "fbgemm_fp8": lambda _: float8("fp8 channel", "_scale", (1, 0), of_stack=(0, 1)),
     "fp8": _fp8,
     "gguf": gguf.parse,
     "gptq": gptq.parse_gptq,
