@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ ORACLE = "oracle"
 HTTP = "127.0.0.1", 8000  # as in the preset
 KEY_VARIABLE = "BATON_API_KEY"
 PROMPT = "The color of dog"
+_PRESET_LINE = re.compile(rf"{re.escape(str(PRESET))}: (?:line \d+: )?([\w.]+): ")
+_OPTIONS = {"name": "--name", "router.http": "--port"}  # by key of the preset
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class ServeOptions:
     host: str | None = None
     port: int | None = None
     api_key: str | None = None
-    keys: tuple[tuple[str, str, str | int | None], ...] = ()  # option, key of the cluster file, value
+    keys: tuple[tuple[str, str, str | int | list[str] | None], ...] = ()  # option, key of the cluster file, value
 
 
 def serve(options: ServeOptions, stop: Stop, *, detach: bool) -> None:
@@ -58,7 +61,9 @@ def serve(options: ServeOptions, stop: Stop, *, detach: bool) -> None:
             sets += [f"security.tokens={_token_file(load_config(file, sets, os.environ).name, options.api_key)}"]
 
         def announce(state: ClusterState, config: ClusterConfig) -> None:
-            typer.echo(_ready(state, config, time.monotonic() - began, keyed=options.api_key is not None))
+            text = _ready(state, config, time.monotonic() - began, keyed=options.api_key is not None)
+            down = f"`baton down --name {state.name}`"
+            typer.echo(f"{text}\n{down if detach else f'Ctrl-C or {down}'} stops it.")
 
         launch.up(file, sets, stop, detach=detach, announce=announce)
     except ConfigError as error:
@@ -73,19 +78,19 @@ def _settings(options: ServeOptions) -> Iterator[tuple[str, str]]:
         yield _setting("name", options.name), f"--name {options.name}"
     for option, key, value in options.keys:
         if value is not None:
-            yield _setting(key, value), f"{option} {value}"
+            yield _setting(key, value), f"{option} {' '.join(value) if isinstance(value, list) else value}"
     yield from _listener(options)
 
 
-def _setting(key: str, value: str | int) -> str:
+def _setting(key: str, value: str | int | list[str]) -> str:
     """Return an item of `--set`, whose value is YAML. A length of digits is a number."""
-    number = isinstance(value, int) or (key == "model.max_model_len" and value.isdecimal())
+    number = isinstance(value, int) or (key == "model.max_model_len" and str(value).isdecimal())
     return f"{key}={value if number else json.dumps(value, ensure_ascii=False)}"
 
 
 def _path(model: str | None) -> str:
     """Return `model.path`. A Hub name may lack its prefix, unless it could be a folder with a mistake in its name."""
-    if model is None:
+    if model in {None, DEMO}:  # outside a repository, the documents' models/demo is the wheel's, and no Hub name
         shipped = SHIPPED / DEMO
         return str(shipped) if shipped.exists() and not Path(DEMO).exists() else DEMO
     if not Path(model).parent.exists() and HUB_NAME.fullmatch(HUB_PREFIX + model):
@@ -131,10 +136,12 @@ def _token_file(name: str, key: str) -> Path:
 
 
 def _by_option(text: str, spelled: dict[str, str]) -> str:
-    """Name the option in place of the setting that was made from it."""
+    """Name the option in place of the setting that was made from it, and no line of the preset, which is not the
+    user's file.
+    """
     for item, option in spelled.items():
         text = text.replace(f"--set {item}", option)
-    return text
+    return _PRESET_LINE.sub(lambda found: f"{_OPTIONS.get(found[1], f'--set {found[1]}=...')}: ", text)
 
 
 def _ready(state: ClusterState, config: ClusterConfig, seconds: float, *, keyed: bool) -> str:
@@ -159,8 +166,7 @@ def _ready(state: ClusterState, config: ClusterConfig, seconds: float, *, keyed:
     lines += ["  import openai, os" if keyed else "  import openai"]
     lines += [f'  client = openai.OpenAI(base_url="{http}/v1", api_key={key})']
     lines += [f"  print(client.{method}.create({fields}).choices[0].{part})", ""]
-    down = f"baton down --name {state.name}"
-    return "\n".join([*lines, f"Ctrl-C or `{down}` stops it."])
+    return "\n".join(lines)
 
 
 def _chats(config: ClusterConfig) -> bool:

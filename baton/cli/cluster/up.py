@@ -62,7 +62,9 @@ def serve(  # noqa: PLR0913, PLR0917  (the options of a command line)
     dtype: Annotated[str | None, typer.Option("--dtype", help="of weights: auto, float32 or bfloat16")] = None,
     quantize: Annotated[str | None, typer.Option("--quantize", help="weights on CPUs in int8 or int4")] = None,
     device: Annotated[str | None, typer.Option("--device", help="of workers: auto, cpu, cuda or cuda:N")] = None,
-    served_name: Annotated[str | None, typer.Option("--served-model-name", help="model name for clients")] = None,
+    served_names: Annotated[
+        list[str] | None, typer.Option("--served-model-name", help="model name for clients; repeat it for others")
+    ] = None,
     name: Annotated[str | None, typer.Option("--name", help="the cluster's name (default: serve)")] = None,
     config: Annotated[Path | None, typer.Option("--config", "-c", help="a cluster file under these options")] = None,
     sets: Sets = None,
@@ -71,7 +73,7 @@ def serve(  # noqa: PLR0913, PLR0917  (the options of a command line)
     """Serve a model: `baton serve FOLDER`, or `baton serve Qwen/Qwen3-0.6B --port 8000`. Ctrl-C stops it."""
     from baton.cluster.signals import stop_on_signals
 
-    reject_unknown(context.args, [option for each in context.command.params for option in each.opts])
+    reject_unknown(context.args, [each for known in context.command.params for each in known.opts if each[0] == "-"])
     stop = stop_on_signals()
     with uncollected():
         from baton.cli.cluster.serve_model import ServeOptions
@@ -83,7 +85,7 @@ def serve(  # noqa: PLR0913, PLR0917  (the options of a command line)
         ("--max-model-len", "model.max_model_len", max_model_len),
         ("--dtype", "model.dtype", dtype),
         ("--quantize", "model.quantize", quantize),
-        ("--served-model-name", "model.served_name", served_name),
+        ("--served-model-name", "model.served_name", served_names or None),
         ("--device", "prefill.device", device),
         ("--device", "decode.device", device),
     )

@@ -9,7 +9,20 @@ import typer
 
 NONE = "Baton has no such option"
 BOTH = "--set prefill.{0} --set decode.{0}"
+# Further options of vLLM. Most of them tune its engine, its GPUs or its web server.
+MISSING = (
+    "--enable-lora --lora-modules --max-loras --max-lora-rank --limit-mm-per-prompt --mm-processor-kwargs"
+    " --cpu-offload-gb --swap-space --pipeline-parallel-size -pp --enable-expert-parallel -ep --compilation-config"
+    " -O -cc --attention-backend --async-scheduling --enable-sleep-mode --disable-log-stats --uds --headless"
+    " --middleware --tokenizer-mode --config-format --model-impl --response-role --chat-template-content-format"
+    " --tool-server --tool-parser-plugin --log-config-file --max-log-len --disable-uvicorn-access-log"
+    " --disable-fastapi-docs --allow-credentials --allowed-methods --allowed-headers --enable-server-load-tracking"
+    " --return-tokens-as-token-ids --num-gpu-blocks-override --prefix-caching-hash-algo --preemption-mode"
+    " --disable-sliding-window --data-parallel-size-local --data-parallel-rank --data-parallel-address"
+    " --disable-custom-all-reduce --kv-events-config --logits-processors --num-scheduler-steps --rope-theta"
+)
 THERE = {
+    "--model": "the first word, as in baton serve MODEL",
     "--revision": "MODEL@REVISION",
     "--download-dir": "the environment variable HF_HOME",
     "--gpu-memory-utilization": BOTH.format("kv_memory=SIZE"),
@@ -36,6 +49,7 @@ THERE = {
     "--ssl-keyfile": "--set security.tls=FOLDER",
     "--ssl-ca-certs": "--set security.tls=FOLDER",
     "--otlp-traces-endpoint": "--set tracing.otlp=URL",
+    "--disable-log-requests": "prompts are never logged; --set log.level=warning",
     "--enable-log-requests": "--set log.level=debug; prompts are never logged",
     "--uvicorn-log-level": "--set log.level=LEVEL",
     "--seed": "the field seed of each request",
@@ -43,6 +57,14 @@ THERE = {
     "--tool-call-parser": "found in the chat template, or --set router.tool_parser=NAME",
     "--structured-outputs-config": "always llguidance",
     "--max-logprobs": "always 20",
+    "--long-prefill-token-threshold": BOTH.format("max_batched_tokens=N"),
+    "--guided-decoding-backend": "always llguidance",
+    "--override-generation-config": "fields of each request, or edit generation_config.json",
+    "--default-chat-template-kwargs": "the field chat_template_kwargs of each request",
+    "--hf-token": "the environment variable HF_TOKEN",
+    "--runner": "always generation of text",
+    "--task": "always generation of text",
+    "--enable-prompt-tokens-details": "always on",
     "--enforce-eager": "not needed: graphs are captured where they work",
     "--tokenizer": "read from the checkpoint's folder",
     "--chat-template": "read from the checkpoint's folder",
@@ -54,11 +76,7 @@ THERE = {
     "--generation-config": "--set model.generation_defaults=none, or model, the default",
     "--allowed-origins": "--set router.http_origins=[ORIGIN]",
     "--root-path": NONE,
-    "--enable-lora": NONE,
-    "--limit-mm-per-prompt": NONE,
-    "--cpu-offload-gb": NONE,
-    "--pipeline-parallel-size": NONE,
-    "-pp": NONE,
+    **dict.fromkeys(MISSING.split(), NONE),
 }
 
 
@@ -66,10 +84,11 @@ def reject_unknown(words: Sequence[str], options: Sequence[str]) -> None:
     """Raise typer.BadParameter for the first of the `words` that `baton serve` left over. `options` are its own."""
     option = next((word.partition("=")[0] for word in words if word.startswith("-")), None)  # others may be its value
     if option is not None:
-        known = THERE.get(option.replace("_", "-") if option.startswith("--") else option)
+        plain = option.replace("_", "-") if option.startswith("--") else option.rstrip("0123456789")  # -O3
+        known = THERE.get(plain) or THERE.get(plain.replace("--no-", "--", 1))
         near = difflib.get_close_matches(option, options, n=1)
         advice = f"did you mean {near[0]}?" if near else "see baton serve --help"
         in_baton = known if known in {None, NONE} else f"an option of vLLM; in Baton: {known}"
         raise typer.BadParameter(f"{option}: {in_baton or f'no such option; {advice}'}")
     if words:
-        raise typer.BadParameter(f"{words[0]}: one model only")
+        raise typer.BadParameter(f"{words[0]}: one model only; repeat --served-model-name for further names")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -98,23 +100,29 @@ def print_status(name: str | None, target: str | None, tls: Path | None, *, as_j
         typer.echo(f"router at {admin}: no answer: {failure}")
 
 
+def _line(line: str) -> None:
+    """Print a line. A terminal breaks it between words."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else len(line) + 1
+    typer.echo(textwrap.fill(line, width, subsequent_indent="    ", break_on_hyphens=False))
+
+
 def show(cluster: ClusterStatus, others: Sequence[ClusterStatus] = ()) -> None:
     """Print a few lines for each router, and a table of the workers as the first router sees them."""
     where = f"router {cluster.router_id}, up {cluster.uptime_s:.0f} s"
-    typer.echo(f"cluster {cluster.name!r}, model {cluster.model}, {where}")
+    _line(f"cluster {cluster.name!r}, model {cluster.model}, {where}")
     _requests(cluster)
     for other in others:
-        typer.echo(f"router {other.router_id}, up {other.uptime_s:.0f} s")
+        _line(f"router {other.router_id}, up {other.uptime_s:.0f} s")
         _requests(other)
     if cluster.control is not None:
         for line in control(cluster.control):
-            typer.echo(line)
+            _line(line)
     _workers(cluster)
     known = {(worker.info.ref, worker.state) for worker in cluster.workers}
     for other in others:
         for worker in other.workers:
             if (worker.info.ref, worker.state) not in known:
-                typer.echo(f"{worker.info.ref}: {worker.state} at router {other.router_id}")
+                _line(f"{worker.info.ref}: {worker.state} at router {other.router_id}")
 
 
 def control(report: Control) -> Iterator[str]:
@@ -137,21 +145,21 @@ def control(report: Control) -> Iterator[str]:
 def _requests(cluster: ClusterStatus) -> None:
     ended = f"{cluster.finished} finished, {cluster.cancelled} cancelled, {cluster.failed} failed"
     counts = f"{cluster.accepted} accepted, {ended}, {cluster.refused} refused"
-    typer.echo(f"requests: {cluster.running} running, {cluster.queued} queued; {counts}")
+    _line(f"requests: {cluster.running} running, {cluster.queued} queued; {counts}")
     if cluster.promises_kept + cluster.promises_broken + cluster.promises_refused:
         given = f"{cluster.promises_kept} kept, {cluster.promises_broken} broken"
-        typer.echo(f"promises of latency: {given}, {cluster.promises_refused} refused")
+        _line(f"promises of latency: {given}, {cluster.promises_refused} refused")
     if cluster.queued:
         drain = f"{cluster.drain_requests_per_s:.3g} requests/s" if cluster.drain_requests_per_s else "not measured yet"
-        typer.echo(f"queue: {cluster.queued_tokens} tokens; drains: {drain}")
+        _line(f"queue: {cluster.queued_tokens} tokens; drains: {drain}")
 
 
 def _workers(cluster: ClusterStatus) -> None:
     for worker in cluster.workers:
         if worker.note:
-            typer.echo(f"{worker.info.ref.worker_id}: {first_line(worker.note)}")
+            _line(f"{worker.info.ref.worker_id}: {first_line(worker.note)}")
     for line in (*transports(cluster), *determinism(cluster), *speculation(cluster)):
-        typer.echo(line)
+        _line(line)
     rows = [dict(zip(COLUMNS, _row(worker), strict=True)) for worker in cluster.workers]
     console = Console(width=None if sys.stdout.isatty() else 240)
     table, hidden = fitting(rows, console)

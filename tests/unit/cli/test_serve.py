@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.cli.app import app
-from baton.cli.cluster import launch
+from baton.cli.cluster import launch, serve_model
 from baton.cli.cluster.vllm_options import THERE
 from baton.cluster.state_dir import ClusterState, ProcessId
-from baton.config import ClusterConfig, load_config
+from baton.config import ClusterConfig, load_config, located
 from baton.errors import ConfigError
 from router.auth.tokens import read_tokens
 from tests.unit.engine.test_determinism import DEMO
@@ -66,6 +66,28 @@ def test_options_are_settings(serve):
     assert (config.router.http, config.name) == ("127.0.0.1:0", "it")
     assert (config.model.max_model_len, config.model.quantize, config.model.dtype) == (64, "int8", "float32")
     assert {config.prefill.device, config.decode.device} == {"cpu"}
+
+
+@pytest.mark.parametrize("words", [(), ("models/demo",)])
+def test_outside_a_repository_the_demo_model_is_that_of_the_wheel(serve, words, tmp_path, monkeypatch):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models/demo").symlink_to(DEMO)
+    monkeypatch.setattr(serve_model, "SHIPPED", tmp_path)
+    monkeypatch.chdir("/")
+    assert serve(*words).config.model.path == str(tmp_path / "models/demo")
+
+
+@pytest.mark.parametrize("names", [["a"], ["a", "b"]])
+def test_names_of_the_model(serve, names):
+    config = serve(DEMO, *(word for name in names for word in ("--served-model-name", name))).config
+    assert list(config.model.names) == names
+
+
+@pytest.mark.parametrize("detach", [False, True])
+def test_a_detached_cluster_is_not_stopped_by_a_signal(serve, detach):
+    text = serve(DEMO, *["--detach"] * detach).announced
+    assert text.endswith("`baton down --name serve` stops it.")
+    assert ("Ctrl-C" in text) != detach
 
 
 def test_a_given_file_is_below_the_options(serve, tmp_path):
@@ -139,6 +161,21 @@ def test_a_mistake_names_the_option(serve, words, problem):
 
 
 @pytest.mark.parametrize(
+    ("key", "option"),
+    [("router.metrics", "--set router.metrics=..."), ("router.http", "--port"), ("name", "--name")],
+)
+def test_a_problem_with_a_value_of_the_preset_names_the_option_that_sets_it(serve, monkeypatch, key, option):
+    def up(file, sets, stop, *, detach, announce):
+        with located(file, sets, {}):
+            raise ConfigError(f"{key}: in use")
+
+    monkeypatch.setattr(launch, "up", up)
+    with pytest.raises(ConfigError) as found:
+        serve(DEMO)
+    assert str(found.value) == f"{option}: in use"
+
+
+@pytest.mark.parametrize(
     ("words", "answer"),
     [
         ("--tensor-parallel-size 2", "in Baton: --set prefill.tensor_parallel=N --set decode.tensor_parallel=N"),
@@ -147,6 +184,9 @@ def test_a_mistake_names_the_option(serve, words, problem):
         ("--prot 3", "did you mean --port?"),
         ("--zzz", "--zzz: no such option; see baton serve --help"),
         ("another", "another: one model only"),
+        ("--model x", "in Baton: the first word, as in baton serve MODEL"),
+        ("-O3", "-O3: Baton has no such option"),
+        ("--no-async-scheduling", "--no-async-scheduling: Baton has no such option"),
     ],
 )
 def test_other_options_are_answered(serve, words, answer):

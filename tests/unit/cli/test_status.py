@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import sys
 import time
 from dataclasses import replace
 from unittest.mock import Mock
@@ -170,6 +171,14 @@ def test_a_dead_worker_has_one_line(status):
     assert "model_loading" not in printed
     assert "decode-0: failed, generation 0 of 0: exit code -9\n" in printed
     assert "replace   decode-0: exit code -9\n" in printed
+
+
+@pytest.mark.parametrize(("terminal", "shown"), [(True, "  5 s ago  plan: one two\n    three\n"), (False, "")])
+def test_a_terminal_breaks_lines_between_words(monkeypatch, capsys, terminal, shown):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    monkeypatch.setenv("COLUMNS", "26")
+    command._line(line := "  5 s ago  plan: one two three")
+    assert capsys.readouterr().out == (shown or f"{line}\n")
 
 
 @pytest.mark.parametrize(("width", "hidden"), [(300, 0), (100, 4), (62, 8), (40, 8)])

@@ -159,7 +159,7 @@ async def test_what_a_router_says_is_shown_and_the_token_is_not(router):
         assert "3 running, 0 queued  97% in SLO  1,234 finished" in text(app, "head")
         assert text(app, "ttft-text") == "TTFT  p50 12 ms  p99 1.5 s  last minute"
         assert text(app, "rate-text").startswith("tokens/s  321 out")
-        assert text(app, "ledger") == "KV blocks: 65 free, 5 reserved, 120 owned, 10 cached, 0 quarantined = 200"
+        assert text(app, "ledger") == "KV blocks: 65 free, 5 reserved, 120 owned, 10 cached = 200"
         workers = table(app, "workers")
         assert column(workers, "worker") == ["decode-0", "prefill-0"]
         assert column(workers, "KV blocks")[1].endswith(" 30%")
@@ -269,6 +269,8 @@ def test_events_are_by_time_and_rejections_with_one_reason_are_one():
 async def test_80_columns_cut_nothing(router):
     said = live(requests=3, failed=12, refused=1_234, queued=10)
     said.requests[0].request_id = "6b09b76eca678c40d3791c306bc739b7"
+    for worker in said.status.workers:
+        worker.load.blocks.free, worker.load.blocks.total = 131_072, 131_072 + worker.load.blocks.owned
     said.window.itl.p50, said.window.ttft.p99, said.window.requests_per_s = 0.00361, 59.94, 12.345
     app = screen(router)
     router.says.put(said)

@@ -155,7 +155,7 @@ class Top(App[BatonError | None]):
     #charts Sparkline { height: 3; }
     #workers { height: auto; max-height: 40%; }
     Table { scrollbar-size: 0 1; }
-    #ledger { height: 1; padding: 0 1; }
+    #ledger { height: auto; padding: 0 1; }
     #requests { height: auto; max-height: 45%; min-height: 4; }
     #below { height: 1fr; min-height: 5; }
     #happenings { width: 3fr; padding: 0 1; scrollbar-size-vertical: 1; background: $surface; }

@@ -141,7 +141,7 @@ def ledger_sum(live: admin_pb2.Live) -> Text:
         for state, count in counts(worker.load.blocks).items():
             totals[state] += count
     text = Text.assemble(("KV blocks: ", "dim"))
-    text.append(", ".join(f"{count:,} {state}" for state, count in totals.items()), "bold")
+    text.append(", ".join(f"{count:,} {state}" for state, count in totals.items() if count or state == "free"), "bold")
     missing = total - sum(totals.values())
     text.append(f" = {total:,}" if not missing else f": {abs(missing):,} {'missing' if missing > 0 else 'too many'}")
     return text
