@@ -155,8 +155,8 @@ class _Turns:
 
 
 class Answer:
-    """Accumulator of one answer. Its stream begins with the event after `after`, if that is set. With `ids`, events
-    have an id if the job allows it.
+    """Accumulator of one answer. Its stream begins with the event after `after`, if that is set. Events
+    have an id if the job allows it and `ids` asks for it.
     """
 
     def __init__(
