@@ -22,7 +22,7 @@ from baton.errors import CheckpointError, RankLost
 from baton.worker.engine_factory import generate
 from tests.support.engines import engine_of, key_of, numbers, run, spec_of
 from tests.support.time_factor import scaled
-from tests.unit.model.checkpoints import random_checkpoint
+from tests.unit.model.checkpoints import RECURRENT, random_checkpoint
 from tests.unit.model.harness import greedy
 
 pytestmark = pytest.mark.slow
@@ -30,6 +30,7 @@ BLOCK = 8
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 12, "attention_bias": True},
+    "qwen3_5_text": RECURRENT["qwen3_5"].settings,
 }
 HEADS: dict[str, Any] = {"vocab_size": 259, "num_attention_heads": 8}
 
@@ -97,6 +98,7 @@ def answers(backend, seed):
         ("llama", 1, 4, False),
         ("qwen3", 2, 4, None),
         ("llama", 4, 8, None),
+        ("qwen3_5_text", 2, 4, None),
     ],
 )
 def test_tokens_are_those_of_one_process(folder_of, ranks_of, family, kv_heads, size, shared_memory, seed):

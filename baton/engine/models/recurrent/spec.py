@@ -47,6 +47,7 @@ class ShortConvSpec:
         return self.channels
 
     def divided(self, size: int) -> ShortConvSpec:
+        """Return the spec of each of `size` ranks."""
         return replace(self, channels=self.channels // size, ranks=size)
 
     def uneven(self, size: int) -> list[str]:
