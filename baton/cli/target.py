@@ -39,7 +39,9 @@ def find_cluster(name: str | None, *, starting: bool = False) -> ClusterState:
         return chosen[0]
     if not running:
         running_clusters(strict=True)
-        raise NoWorker("no cluster is running here; start one with: baton up -c configs/local.yaml --detach")
+        raise NoWorker(
+            "no cluster is running here; start one with: baton serve MODEL --detach, or baton up -c FILE --detach"
+        )
     names = ", ".join(state.name for state in running)
     problem = f"no cluster named {name!r} is running" if name else "several clusters are running"
     raise NoWorker(f"{problem}; set --name to one of: {names}")

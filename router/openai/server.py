@@ -212,14 +212,16 @@ class Gateway:
     async def models(self, request: Request) -> Response:
         """Return the served models, as in OpenAI's API."""
         found = await self._upstream.models(_metadata(request))
-        return _json({"object": "list", "data": [self._model(each) for each in found]})
+        return _json(
+            {"object": "list", "data": [self._model(each, name) for each in found for name in (each.id, *each.aliases)]}
+        )
 
     async def model(self, request: Request) -> Response:
         """Return one model."""
         found, name = await self._upstream.models(_metadata(request)), request.path_params["name"]
         for each in found:
             if name in {each.id, *each.aliases}:
-                return _json(self._model(each))
+                return _json(self._model(each, name))
         raise UnknownModel(f"model {name[:128]!r} is not served; served: {', '.join(each.id for each in found)}")
 
     async def tokenize(self, request: Request) -> Response:
@@ -283,8 +285,8 @@ class Gateway:
         settings = self._settings
         return AnswerResponse(answer, streams, keep_alive_s=settings.keep_alive_s, stall_s=settings.stall_s)
 
-    def _model(self, model: pb.Model) -> Json:
-        known = {"id": model.id, "object": "model", "created": self._started, "owned_by": "baton"}
+    def _model(self, model: pb.Model, name: str) -> Json:
+        known = {"id": name, "object": "model", "created": self._started, "owned_by": "baton"}
         defaults = MessageToDict(model.defaults, preserving_proto_field_name=True)
         return known | {"max_model_len": model.max_model_len, "generation_defaults": defaults}
 

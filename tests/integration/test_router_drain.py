@@ -179,7 +179,8 @@ async def test_all_names_and_the_defaults_of_the_model_are_listed(make, monkeypa
     assert (model.id, list(model.aliases), model.defaults.temperature) == ("oracle", ["gpt-4"], 0.25)
     async with openai.AsyncOpenAI(base_url=f"http://{cluster.router.http}/v1", api_key="x", max_retries=0) as http:
         found = await http.models.retrieve("gpt-4")
-        assert (found.id, found.to_dict()["generation_defaults"]) == ("oracle", {"temperature": 0.25})
+        assert (found.id, found.to_dict()["generation_defaults"]) == ("gpt-4", {"temperature": 0.25})
+        assert [each.id async for each in http.models.list()] == ["oracle", "gpt-4"]
         assert (await http.completions.create(model="gpt-4", prompt="x", max_tokens=1)).model == "gpt-4"
     off = await make(generation_defaults=False)
     assert not (await off.stub.ListModels(pb.ListModelsRequest())).models[0].HasField("defaults")
