@@ -177,9 +177,9 @@ def _worded(detail: Any, message: str) -> str:
         case "string_too_long":
             return f"must have at most {most} characters, got {len(detail['input'])}"
         case "literal_error":
-            return (
-                f"must be {given['expected'].replace('True', 'true').replace('False', 'false')}{_got(detail['input'])}"
-            )
+            value = detail["input"]
+            got = "" if isinstance(value, str) else _got(value)  # the mistake is the text, not its kind
+            return f"must be {given['expected'].replace('True', 'true').replace('False', 'false')}{got}"
         case kind if kind in _WORDS:
             return f"must be {_WORDS[kind]}{_got(detail['input'])}"
     return message.replace("Input should be", "must be") + _got(detail["input"])

@@ -166,6 +166,7 @@ CALL_OF_257 = {
         (ChatBody, {"guided_json": 5}, "guided_json: must be an object or a string"),
         (ChatBody, {"structured_outputs": {"json_object": False}}, "json_object: must be true, got false"),
         (ChatBody, {"messages": [CALL_OF_257]}, "messages[0].tool_calls[0].function.name: must have at most 256"),
+        (ResponsesBody, {"input": "x", "tools": [{"type": "y"}]}, "type: must be 'function'; tools[0].name: is"),
         (ResponsesBody, {"input": "x", "background": True}, "background: must be false, got true"),
         (ResponsesBody, {"input": "x", "tool_choice": {"zz": 1}}, "tool_choice: must be none, auto, required, or {"),
         (MessagesBody, {"messages": [{"role": "user", "content": [7]}]}, "content[0]: must be an object"),
