@@ -10,6 +10,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 DRY ?=
 SOAK ?=
+HALF ?=
 BENCHMARKS ?= $(wildcard benchmarks/*.py)
 
 BIN := .venv/bin
@@ -35,7 +36,7 @@ KERNEL_SUITES := tests/unit/kernels tests/integration/test_tensor_parallel.py te
 	$(patsubst %,tests/unit/model/test_%.py,checkpoints families fixed_forwards kv weights) \
 	$(patsubst %,tests/unit/worker/test_%.py,build roles_thinking)
 TOKENIZERS := claude deepseek_v3 gemini gemma3 gpt35turbo gpt4o gptoss llama2 llama3 llama3_1 qwen3
-# The mark stands in the files of the tests, so that no other file needs to be imported.
+# The mark stands in the files of the tests, so that no other file needs to be imported. There is none at present.
 SERIAL_SUITES = $(shell grep -rl --include='test_*.py' 'mark\.serial' tests)
 
 .PHONY: help setup proto fmt check fast lint types layers budget fresh regenerate test without-kernels chaos soak stress mutants tokenizers models handoff-states demo bench wheel gpu-test clean
@@ -111,15 +112,17 @@ regenerate: $(SETUP)
 # In `make check test` each unit test runs once: `check` runs the fast ones, `test` the slow ones.
 test: regenerate  ## everything that needs no GPU (13 minutes after check on 2 cores, goal 9)
 	@$(PYTEST) $(WITH_CLUSTERS) -m "not chaos and not serial" $(if $(filter check,$(MAKECMDGOALS)),--after-check) --sample --durations 30 --durations-min 4
-	@$(PYTEST) -m "serial and not chaos" $(SERIAL_SUITES) $(NONE_IS_FINE)
-	@if $(COMPILED_KERNELS_HERE); then $(MAKE) --no-print-directory without-kernels; \
+	@$(if $(SERIAL_SUITES),$(PYTEST) -m "serial and not chaos" $(SERIAL_SUITES) $(NONE_IS_FINE))
+	@if $(COMPILED_KERNELS_HERE); then $(MAKE) --no-print-directory without-kernels HALF=1; \
 		else echo "without-kernels: no compiled kernels here (reason above), so all suites ran without them"; fi
 
-without-kernels: $(SETUP)  ## suites that depend on the kernels, as on a processor without AVX2
-	@BATON_CPU_LEVEL=none $(PYTEST) $(PARALLEL) -m "not chaos and not serial" --sample $(KERNEL_SUITES)
+without-kernels: $(SETUP)  ## suites that depend on the kernels, as on a processor without AVX2 (`make test`: a drawn half)
+	@suites="$(if $(HALF),$$($(BIN)/python -m tests.support.sampling $(KERNEL_SUITES)),$(KERNEL_SUITES))"; \
+		BATON_CPU_LEVEL=none $(PYTEST) $(PARALLEL) -m "not chaos and not serial" --sample $$suites
 
 chaos: $(SETUP)  ## whole matrices, of which `make check` and `make test` run a share, and long faults
 	@$(PYTEST) -m "chaos or sample" $(NONE_IS_FINE)
+	@$(MAKE) --no-print-directory without-kernels
 
 soak: $(SETUP)  ## load of all features under 28 kinds of faults, in resumable pieces (SOAK="--of 2 --seed 7 --control"; docs/measurements/faults.md)
 	@$(BIN)/python benchmarks/soak.py $(SOAK)

@@ -16,7 +16,7 @@ from router.openai.connections import BoundedProtocol
 from tests.integration.access_support import tls_of
 from tests.integration.gateway_support import alone, opened, tokens
 from tests.support.time_factor import scaled
-from tests.support.waiting import until
+from tests.support.waiting import at_most, until
 
 
 def open_connections(gateway):
@@ -115,7 +115,7 @@ async def test_a_request_that_arrives_byte_by_byte_is_cut(gateway, monkeypatch, 
     while not (await asyncio.wait({status}, timeout=0.01))[0]:
         writer.write(b" ")
     assert (await status).startswith(b"HTTP/1.1 408 ")
-    async with asyncio.timeout(scaled(20)):
+    async with at_most(20):
         with suppress(ConnectionResetError):
             await reader.read()
     writer.close()

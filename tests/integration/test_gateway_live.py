@@ -1,6 +1,5 @@
 """The live page over HTTP: its data, access to it, and protection against requests that other sites forge."""
 
-import asyncio
 import json
 from contextlib import asynccontextmanager
 
@@ -11,8 +10,7 @@ from tests.integration.access_support import bearer, token_file
 from tests.integration.gateway_support import alone, opened, raw
 from tests.support.clients import soon
 from tests.support.in_process_router import at
-from tests.support.time_factor import scaled
-from tests.support.waiting import until
+from tests.support.waiting import at_most, until
 
 
 @pytest.fixture
@@ -86,7 +84,7 @@ async def test_no_more_than_so_many_watch(cluster):
 async def test_a_stop_does_not_wait_for_who_watches(cluster):
     async with watching(cluster, "interval_s=60") as following:
         await following()
-        async with asyncio.timeout(scaled(5)):
+        async with at_most(5):
             await cluster.router.stop(grace_s=0)
 
 

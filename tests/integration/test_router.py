@@ -28,7 +28,7 @@ from router.server import SERVICE, serve
 from tests.support.in_process_router import STATES, FakeWorker, InProcessCluster, at, event, finish, released, token_at
 from tests.support.routers import PROMPT, asked, ids_of, kinds, leave, recovered, refused, right, spied
 from tests.support.time_factor import scaled
-from tests.support.waiting import until
+from tests.support.waiting import at_most, until
 
 
 def refusal(reason: str) -> int:
@@ -366,7 +366,7 @@ async def test_a_conversation_becomes_a_prompt(cluster):
 async def health_is(cluster: InProcessCluster, service: str, wanted: int):
     stub: Any = health_pb2_grpc.HealthStub(cluster.channel)
     watch = stub.Watch(health_pb2.HealthCheckRequest(service=service))
-    async with asyncio.timeout(scaled(10)):
+    async with at_most(10):
         await anext(reply async for reply in watch if reply.status == wanted)
     watch.cancel()
 

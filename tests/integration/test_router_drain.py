@@ -23,8 +23,7 @@ from router.openai.server import GatewaySettings, HttpServer
 from tests.integration.access_support import ask, bearer, methods_of, token_file
 from tests.integration.gateway_support import raw
 from tests.support.in_process_router import at
-from tests.support.time_factor import scaled
-from tests.support.waiting import until
+from tests.support.waiting import at_most, until
 
 CALLERS = 8
 
@@ -74,7 +73,7 @@ async def test_connections_are_told_to_go_before_the_end(cluster):
     await at(cluster, "decoding")
     states: list[grpc.ChannelConnectivity] = []
     stopping = asyncio.create_task(cluster.router.stop(20.0))
-    async with asyncio.timeout(scaled(5)):
+    async with at_most(5):
         while grpc.ChannelConnectivity.READY not in states or states[-1] is grpc.ChannelConnectivity.READY:
             states.append(cluster.channel.get_state())
             await asyncio.sleep(0)
@@ -88,7 +87,7 @@ async def test_who_watches_the_health_holds_nothing_up(cluster):
     stub: Any = health_pb2_grpc.HealthStub(cluster.channel)
     watch = stub.Watch(health_pb2.HealthCheckRequest())
     seen = [await watch.read()]
-    async with asyncio.timeout(scaled(10)):
+    async with at_most(10):
         await cluster.router.stop(60.0)
         with contextlib.suppress(grpc.RpcError, asyncio.CancelledError):
             while isinstance(found := await watch.read(), health_pb2.HealthCheckResponse):

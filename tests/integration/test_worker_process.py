@@ -26,7 +26,7 @@ from baton.rpc.v1 import worker_pb2 as pb
 from baton.rpc.v1.worker_pb2_grpc import WorkerStub
 from tests.support import sessions
 from tests.support.time_factor import scaled
-from tests.support.waiting import until
+from tests.support.waiting import at_most, until
 
 pytestmark = pytest.mark.slow
 LEASE_S = scaled(5.0)  # longer than a loaded machine keeps a frozen worker from its next heartbeat
@@ -95,7 +95,6 @@ class Stream(sessions.FakeSession):
         self.ref = ref
         self.hello = incarnation or ref.incarnation
         self.load = Load()
-        self._news = asyncio.Condition()
         self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self):
@@ -118,34 +117,27 @@ class Stream(sessions.FakeSession):
     async def _read(self):
         with contextlib.suppress(Exception):
             async for message in self.call:
-                async with self._news:
-                    self.emit(message.events)
-                    self.load = convert.load_from_pb(message.load)
-                    self._news.notify_all()
-
-    async def until(self, ready):
-        """Wait for messages until `ready()`."""
-        async with asyncio.timeout(scaled(20)), self._news:
-            await self._news.wait_for(ready)
+                self.emit(message.events)
+                self.load = convert.load_from_pb(message.load)
 
     async def heard(self, kind, handoff):
         """Return the first event of this kind."""
-        await self.until(lambda: kind in self.kinds(handoff))
+        await until(lambda: kind in self.kinds(handoff), f"{kind} of {handoff}", within_s=20)
         return next(event for event in self.told(handoff) if event.HasField(kind))
 
     async def welcome(self):
-        await self.until(lambda: self.events)
+        await until(lambda: self.events)
         return convert.info_from_pb(self.events[0].welcome)
 
     async def report(self):
         """Return the load after some more reports. Earlier messages have arrived by then."""
         due = len(self.messages) + 3
-        await self.until(lambda: len(self.messages) >= due)
+        await until(lambda: len(self.messages) >= due)
         return self.load
 
     async def all_free(self):
         await self.report()
-        await self.until(lambda: self.load.blocks.available == self.load.blocks.total > 0)
+        await until(lambda: self.load.blocks.available == self.load.blocks.total > 0, within_s=20)
 
 
 class Router:
@@ -225,7 +217,7 @@ async def test_a_worker_that_was_frozen_beyond_its_lease_comes_back_as_another(w
         assert router.d.reader.done()
     assert (new.worker_id == old.worker_id, new.incarnation == old.incarnation) == (True, False)
     assert {ref for ref in await workers.registered() if ref.worker_id == old.worker_id} == {new}
-    async with Stream(new, old.incarnation) as stream, asyncio.timeout(scaled(10)):
+    async with Stream(new, old.incarnation) as stream, at_most(10):
         assert await stream.call.code() is StatusCode.FAILED_PRECONDITION
     async with workers.router() as router:
         await router.all_free()

@@ -127,7 +127,7 @@ async def test_told_to_drain_it_ends_when_nothing_is_left(worker):
     ref = await worker.ready(2)
     async with reserved(ref) as router:
         await worker.order(Role.DECODE, drain=True)
-        await router.until(lambda: router.load.draining)
+        await until(lambda: router.load.draining)
         assert await health(ref) == NOT_SERVING
         assert await worker.roles() == {"prefill-3": Role.DECODE}  # and keeps its lease
         another = handoff_of("another")
@@ -151,7 +151,7 @@ async def test_what_is_left_is_given_back_when_its_time_is_up(worker, how):
         await router.say(sessions.prefill(runs, spec_of(length=40, sampling=replace(LONG, max_tokens=400)), to=None))
         await router.heard("tokens", runs)
         await worker.order(Role.PREFILL, grace_s=60.0 if how == "stop" else 0.2)
-        await router.until(lambda: router.load.draining)
+        await until(lambda: router.load.draining)
         if how == "stop":
             worker.stop.set()
         await router.heard("refused", waits)
@@ -171,7 +171,7 @@ async def test_a_router_spares_who_drains_and_takes_who_has_turned(worker):
             await until(pool.can_serve)
             (link,) = pool.links
             await worker.order(Role.PREFILL)
-            await router.until(lambda: router.load.draining)
+            await until(lambda: router.load.draining)
             await until(lambda: not pool.can_serve())
             assert (link.state, link.retired, pool.place(10)) == ("connected", False, None)
             await router.say(sessions.release(handoff_of("waits")))

@@ -4,11 +4,14 @@
 one of all tests with that name. Compiled kernels run at the best level of the processor and at a drawn one, because
 the kernels of a level compile for 15 s. In CI the commit decides the draw: a run can be repeated, and the next commit
 runs other cases.
+
+`python -m tests.support.sampling FILE ...` prints a drawn half of test files.
 """
 
 import os
 import random
 import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
@@ -58,6 +61,11 @@ def left_out(items: Sequence[pytest.Item], drawn: str) -> list[pytest.Item]:
     return [item for item in items if item in left]
 
 
+def half(files: Sequence[str], drawn: str) -> list[str]:
+    """Return a drawn half of test files and folders, rounded up."""
+    return sorted(random.Random(f"{drawn} half").sample(sorted(files), (len(files) + 1) // 2))
+
+
 def level_of(item: pytest.Item) -> str | None:
     """Return the level of instructions that a case sets, if any."""
     return item.callspec.params.get("level") if hasattr(item, "callspec") else None
@@ -69,3 +77,7 @@ def other_levels(drawn: str) -> set[str]:
     best, *others = [level for level, needed in LEVELS.items() if machine().flags.issuperset(needed)] or [""]
     kept = {best, *random.Random(f"{drawn} level").sample(others, min(1, len(others)))}
     return set(LEVELS) - kept if best else set()
+
+
+if __name__ == "__main__":
+    print(*half(sys.argv[1:], drawn_by(random.SystemRandom().randrange(2**31))))

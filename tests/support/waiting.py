@@ -3,10 +3,13 @@
 import asyncio
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 from tests.support.time_factor import Deadline
+
+LOOK_S = 0.1
 
 
 def eventually(look: Callable[..., Any], what: str = "", *, within_s: float = 10.0, every_s: float = 0.02) -> Any:
@@ -29,6 +32,24 @@ async def until(look: Callable[[], Any], what: str = "", within_s: float = 10.0,
             return found
         assert not deadline.passed(), f"not so within {within_s:g} s: {what or look}"
         await asyncio.sleep(every_s)
+
+
+@asynccontextmanager
+async def at_most(seconds: float) -> AsyncIterator[None]:
+    """Like `asyncio.timeout`, scaled to this machine, which is measured again before the block is cancelled."""
+    deadline = Deadline(seconds)
+
+    async def watch() -> None:
+        while not deadline.passed():
+            await asyncio.sleep(LOOK_S)
+        limit.reschedule(asyncio.get_running_loop().time())
+
+    async with asyncio.timeout(None) as limit:
+        watching = asyncio.create_task(watch())
+        try:
+            yield
+        finally:
+            watching.cancel()
 
 
 def until_interrupted(attempt: Callable[[], bool]) -> None:

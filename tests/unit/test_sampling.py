@@ -8,7 +8,7 @@ import pytest
 
 from baton.engine.kernels.cpu.compiler import LEVELS, Machine
 from tests.support import sampling
-from tests.support.sampling import VARIABLE, drawn_by, left_out
+from tests.support.sampling import VARIABLE, drawn_by, half, left_out
 
 
 class Case:
@@ -45,6 +45,13 @@ def test_each_matrix_and_each_name_keeps_its_number_of_cases():
 def test_the_draw_is_repeatable_and_another_one_has_other_cases():
     assert kept("a") == kept("a")
     assert {nodeid for number in range(40) for nodeid in kept(str(number))} == {case.nodeid for case in CASES}
+
+
+def test_a_half_of_the_files_is_drawn_and_another_draw_has_others():
+    files = [f"test_{number}.py" for number in range(9)]
+    assert half(files, "a") == half(files[::-1], "a")
+    assert len(half(files, "a")) == 5
+    assert {file for number in range(20) for file in half(files, str(number))} == set(files)
 
 
 def test_the_commit_decides_in_ci_and_the_seed_elsewhere(monkeypatch):

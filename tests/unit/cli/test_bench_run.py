@@ -18,7 +18,7 @@ from baton.bench.targets import HttpServer
 from baton.client import Model
 from baton.clock import SystemClock
 from baton.errors import BatonError, ConfigError, InvalidRequest, NoWorker, Overloaded, WorkerLost
-from tests.support.time_factor import scaled
+from tests.support.waiting import at_most
 
 BLOCKED_S = 0.15
 
@@ -90,7 +90,7 @@ async def test_a_closed_loop_ends_with_its_time():
 @pytest.mark.parametrize("options", [{"requests": 1}, {"requests": 2, "concurrency": 2}, {"duration": 25}])
 async def test_nobody_waits_for_what_does_not_come(options: dict[str, Any]):
     refusing = Fake(fails=tuple(range(9)), error=Overloaded("full", retry_after_s=1e6))
-    async with asyncio.timeout(scaled(20)):
+    async with at_most(20):
         run = await made(refusing, **{"concurrency": 1, **options})
     assert {sample.error for sample in run.samples} == {"Overloaded"}
     assert len(run.samples) == options.get("requests", 1)

@@ -14,7 +14,7 @@ from baton.engine.models.loading import load_model
 from tests.support.engines import Streams, engine_of, hand_over, key_of, move, numbers, spec_of
 from tests.unit.model.checkpoints import RECURRENT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.sample(4)]
 BLOCK, NEW, LENGTHS = 8, 30, (150, 40)  # a prompt of two grid chunks, and a short one
 WIDE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}  # heads of 16: steps are exact
 MODELS = {

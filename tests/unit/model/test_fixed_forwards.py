@@ -44,7 +44,7 @@ PROFILES = {
 CASES = [(family, kernels, 1) for family in FAMILIES for kernels in ("torch", *PROFILES)]
 EXACT_ROWS = {"llama-wide-heads": 64, "llama-gelu": 64, "qwen3": 64, "qwen3-window": 64, "glm4": 64}
 EXACT_ROWS |= {"mixtral": 0, "gpt_oss": 0}
-TWO_THREADS = [pytest.param("llama", kernels, 2, marks=pytest.mark.serial) for kernels in ("torch", "flat", "tall")]
+TWO_THREADS = [pytest.param("llama", kernels, 2, marks=pytest.mark.slow) for kernels in ("torch", "flat", "tall")]
 
 
 def model(folder, family: str, dtype: torch.dtype, kernels: str, monkeypatch, quantize: Quantize = "none"):

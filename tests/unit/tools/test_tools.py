@@ -3,6 +3,7 @@
 Time limits grow with a factor that is measured once.
 """
 
+import asyncio
 import json
 import os
 import random
@@ -28,6 +29,7 @@ from tests.support.time_factor import (
     measured,
     scaled,
 )
+from tests.support.waiting import at_most
 from tools import stress_tests
 from tools.mutants.__main__ import main as mutants_main
 from tools.mutants.sites import mutants_of
@@ -197,6 +199,14 @@ def test_it_is_measured_once_and_kept_for_processes_of_the_run(monkeypatch):
         monkeypatch.setenv(VARIABLE, wrong)
         with pytest.raises(pytest.UsageError, match=rf"{VARIABLE} .*must be a number above 0, got '{wrong}'"):
             scaled(1)
+
+
+async def test_a_block_is_cancelled_after_its_time():
+    with pytest.raises(TimeoutError):
+        async with at_most(0.01):
+            await asyncio.Event().wait()
+    async with at_most(60.0):
+        pass
 
 
 def test_a_wait_is_longer_if_the_machine_became_slower(monkeypatch):

@@ -22,7 +22,7 @@ from baton.worker.engine_loop import EngineLoop
 from baton.worker.lifecycle import Beats
 from tests.support.sessions import BLOCK, D, prefill, reserve
 from tests.support.time_factor import scaled
-from tests.support.waiting import eventually
+from tests.support.waiting import at_most, eventually
 from tests.support.workers import DecodeSide, PrefillSide, info_of
 
 
@@ -105,7 +105,7 @@ async def test_a_stop_signal_ends_the_time_for_moves_and_routers_get_beats_until
     monkeypatch.setattr(lifecycle, "LEAVE_S", 0.0)
     stop, service = asyncio.Event(), Mock()
     service.beat.side_effect = stop.set
-    async with asyncio.timeout(scaled(10)):
+    async with at_most(10):
         await lifecycle._leave(started(), Mock(busy=True), service, stop, ordered=True)
 
 
