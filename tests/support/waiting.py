@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -40,8 +41,7 @@ async def at_most(seconds: float) -> AsyncIterator[None]:
     deadline = Deadline(seconds)
 
     async def watch() -> None:
-        while not deadline.passed():
-            await asyncio.sleep(LOOK_S)
+        await until(deadline.passed, within_s=math.inf, every_s=LOOK_S)
         limit.reschedule(asyncio.get_running_loop().time())
 
     async with asyncio.timeout(None) as limit:
