@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 import redis
 
+from tests.support.time_factor import scaled
+
 HERE, THERE = "127.0.0.2", "127.0.0.1"
 POLL_S = 0.05
 PIECE = 2**16
@@ -80,7 +82,7 @@ class Proxy:
 
     def __exit__(self, *_):
         self._following.cancel()
-        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(30)
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(scaled(30))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -98,7 +100,7 @@ class Proxy:
                 pipe.flows.clear() if silent else pipe.reset()
             return len(found)
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(30)
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(scaled(30))
 
     def go_on(self):
         async def run():
@@ -106,7 +108,7 @@ class Proxy:
             for pipe in self._pipes:
                 pipe.flows.set()
 
-        asyncio.run_coroutine_threadsafe(run(), self._loop).result(30)
+        asyncio.run_coroutine_threadsafe(run(), self._loop).result(scaled(30))
 
     async def _follow(self):
         while True:

@@ -146,7 +146,7 @@ def found_exact(cluster: ClusterProcess):
 def survive(cluster: ClusterProcess, kind, rng, times):
     """Kill the decode worker `times` times, at a random token, each time during another request."""
 
-    with cluster.client(timeout=120.0) as client:
+    with cluster.client(timeout=scaled(120.0)) as client:
 
         def once():
             eventually(lambda: len(cluster.connected()) == 3, within_s=60)
@@ -185,7 +185,7 @@ def exactly(module_home):
 
 @pytest.fixture(scope="module")
 def client(cluster):
-    with cluster.client(timeout=120.0) as found:
+    with cluster.client(timeout=scaled(120.0)) as found:
         yield found
 
 
@@ -244,7 +244,7 @@ def test_with_and_without_a_cached_prefix(client, alone, kind, repeats, rng):
 @often
 @kinds
 def test_kv_that_arrives_in_other_pieces(otherwise, alone, kind, repeats, rng):
-    with otherwise.client(timeout=120.0) as client:
+    with otherwise.client(timeout=scaled(120.0)) as client:
         for _ in range(repeats):
             answer = ask(client, kind, cache_scope=f"{rng.random()}").check(alone[kind])
             assert answer.placement.transport == "grpc" != alone[kind].placement.transport
@@ -256,7 +256,7 @@ def test_kv_that_arrives_in_other_pieces(otherwise, alone, kind, repeats, rng):
 @kinds
 def test_preempted(otherwise, alone, kind, repeats, rng):
     preempted = metric(otherwise, "baton_recoveries_total", reason="preempted")
-    with otherwise.client(timeout=120.0) as client:
+    with otherwise.client(timeout=scaled(120.0)) as client:
         for _ in range(repeats):
             assert any(pushed_out(otherwise, client, kind, alone[kind], rng) for _ in range(5))
     assert metric(otherwise, "baton_recoveries_total", reason="preempted") >= preempted + repeats
@@ -313,7 +313,7 @@ def test_int8_weights_beside_others_and_after_a_death(module_home, kind, rng):
     """Each answer is handed over, and its steps are exact if the kernels have them."""
     sets = (*SETS, EXACT, "model.quantize=int8")
     with module_home.cluster("configs/no-ray.yaml", *sets, name="int8") as running:
-        with running.client(timeout=120.0) as client:
+        with running.client(timeout=scaled(120.0)) as client:
             right = ask(client, kind).answer
             assert right.placement.prefill_worker != right.placement.decode_worker
             with others(client, 7, rng):
@@ -336,7 +336,7 @@ def test_after_many_deaths(module_home, part, kind, rng):
 @kinds
 def test_exact_steps(exactly, alone, kind, repeats, rng):
     """Without load, with load, and preempted. Workers with the same fingerprint give equal bits in all steps."""
-    with exactly.client(timeout=120.0) as client:
+    with exactly.client(timeout=scaled(120.0)) as client:
         right = ask(client, kind).answer
         if right.system_fingerprint == alone[kind].system_fingerprint:
             right = alone[kind]
@@ -355,7 +355,7 @@ def test_workers_that_compute_prompts_in_chunks_beside_what_they_decode(module_h
     sets = (*MODEL, "mode=colocated", "decode.max_batched_tokens=64")
     with (
         module_home.cluster("configs/no-ray.yaml", *sets, name="together") as running,
-        running.client(timeout=120.0) as client,
+        running.client(timeout=scaled(120.0)) as client,
     ):
         for kind in KINDS:
             with others(client, 4, rng):

@@ -18,6 +18,7 @@ from baton.rpc.channel import Wire
 from tests.integration.access_support import TOKENS, WRONG_TOKEN, ask, bearer, methods_of, token_file
 from tests.support.cluster_process import HANDED_OVER
 from tests.support.load import read
+from tests.support.time_factor import scaled
 from tests.support.waiting import eventually, until_interrupted
 
 pytestmark = pytest.mark.slow
@@ -52,7 +53,9 @@ def as_admin(monkeypatch):
 
 @pytest.fixture
 def alice(cluster, files):
-    with Client(cluster.state().grpc, token=TOKENS["alice"], tls=files / "tls" / "ca.pem", timeout=60.0) as client:
+    with Client(
+        cluster.state().grpc, token=TOKENS["alice"], tls=files / "tls" / "ca.pem", timeout=scaled(60.0)
+    ) as client:
         yield client
 
 
@@ -89,7 +92,7 @@ def test_no_secret_is_anywhere(cluster, files, alice, as_admin):
     for wrong in ({"model": PROMPT[:5]}, {"max_tokens": 10**6}, {"stop": [PROMPT * 20]}, wrong_schema):
         with pytest.raises(errors.BatonError):
             alice.generate(PROMPT, **wrong)
-    client = Client(cluster.state().grpc, token=WRONG_TOKEN, tls=files / "tls", timeout=60.0)
+    client = Client(cluster.state().grpc, token=WRONG_TOKEN, tls=files / "tls", timeout=scaled(60.0))
     with client, pytest.raises(errors.Unauthenticated):
         client.generate(PROMPT)
     secrets = [*TOKENS.values(), WRONG_TOKEN, PROMPT, (files / "tls" / "key.pem").read_text().splitlines()[1]]

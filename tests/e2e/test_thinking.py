@@ -26,7 +26,7 @@ GREEDY = {"temperature": 0.0, "thoughts": True}
 
 @pytest.fixture
 def client(cluster):
-    with cluster.client(timeout=60.0) as client:
+    with cluster.client() as client:
         eventually(lambda: cluster.connected().keys() == {"decode-0", "decode-1", "prefill-0"}, within_s=60)
         yield client
 

@@ -112,7 +112,7 @@ class HeldTokenizer(OracleTokenizer):
     def encode(self, text):
         if len(text) == len(LARGE):
             self.begun += 1
-            self.go.wait(30)
+            self.go.wait(scaled(30))
         return super().encode(text)
 
 

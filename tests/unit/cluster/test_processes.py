@@ -28,6 +28,7 @@ from baton.core import Role
 from baton.errors import BatonError, Cancelled, ConfigError, LedgerError, NoWorker
 from baton.testing import FakeClock
 from tests.support.processes import READY, SILENT, fill_disk
+from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 
 NO_GPUS = GpuAssignment(ClusterConfig(), ())
@@ -86,7 +87,7 @@ def test_a_child_says_when_it_is_ready_and_does_not_inherit_keys_of_the_cluster_
 
 def dies(it, clock):
     os.kill(it.pid, signal.SIGKILL)
-    it._process.wait(10)
+    it._process.wait(scaled(10))
     assert not it.poll()
     clock.advance(BACKOFF_S[0])
     assert it.poll()
@@ -114,7 +115,7 @@ def test_a_replacement_that_hangs_as_it_starts_is_replaced_too(child, tmp_path, 
         it.poll()  # until it is ready
     clock.advance(20.1)
     assert not it.poll()
-    assert (second.wait(10) if hangs else second.poll()) == (-signal.SIGKILL if hangs else None)
+    assert (second.wait(scaled(10)) if hangs else second.poll()) == (-signal.SIGKILL if hangs else None)
 
 
 def test_too_many_deaths_in_a_row_are_an_error(child):
@@ -122,10 +123,10 @@ def test_too_many_deaths_in_a_row_are_an_error(child):
     it = child("raise SystemExit(1)", clock, max_restarts=2)
 
     for _ in range(4):  # two restarts, each after its backoff
-        it._process.wait(10)
+        it._process.wait(scaled(10))
         it.poll()
         clock.advance(max(BACKOFF_S))
-    it._process.wait(10)
+    it._process.wait(scaled(10))
     with pytest.raises(StartError, match="died 3 times in a row"):
         it.poll()
 
@@ -134,7 +135,7 @@ def test_a_child_that_cannot_be_started_again_is_tried_like_one_that_dies(child,
     """A lack of free processes may be temporary."""
     clock = FakeClock()
     it = child("pass", clock, max_restarts=3)
-    it.wait(10.0)
+    it.wait(scaled(10.0))
     program, it.spec = it.spec.argv[0], replace(it.spec, argv=[str(tmp_path / "none")])
     files = len(list(Path("/proc/self/fd").iterdir()))
     for backoff in BACKOFF_S[:2]:
@@ -147,7 +148,7 @@ def test_a_child_that_cannot_be_started_again_is_tried_like_one_that_dies(child,
     clock.advance(BACKOFF_S[2])
     assert it.poll()
     assert it.restarts == 1
-    it.wait(10.0)
+    it.wait(scaled(10.0))
     with pytest.raises(StartError, match="died 4 times in a row"):
         it.poll()
 
@@ -155,13 +156,13 @@ def test_a_child_that_cannot_be_started_again_is_tried_like_one_that_dies(child,
 def test_without_a_writable_log_a_process_is_replaced_all_the_same(child, tmp_path):
     clock = FakeClock()
     it = child("import os; os.write(1, b'lost')", clock)
-    it.wait(10.0)
+    it.wait(scaled(10.0))
     (tmp_path / "child.log").unlink()
     (tmp_path / "child.log").mkdir()
     assert not it.poll()
     clock.advance(BACKOFF_S[0])
     assert it.poll()
-    assert it._process.wait(10) == 0
+    assert it._process.wait(scaled(10)) == 0
     placement = ProcessPlacement(lambda worker_id, role: [sys.executable, "-c", ""], tmp_path, NO_GPUS)
     placement._served = True  # as after the start of the cluster
     (tmp_path / "decode-0.log").mkdir()
@@ -323,12 +324,12 @@ def test_the_first_signal_drains_and_the_second_does_not_wait(handlers, number):
     stop = stop_on_signals()
     stop.check()
     os.kill(os.getpid(), number)
-    assert stop.drain.wait(5)
+    assert stop.drain.wait(scaled(5))
     assert not stop.now.is_set()
     with pytest.raises(Cancelled):  # the start is not complete
         stop.check()
     os.kill(os.getpid(), number)
-    assert stop.now.wait(5)
+    assert stop.now.wait(scaled(5))
 
 
 def test_an_ignored_signal_stays_ignored(handlers):
@@ -368,7 +369,7 @@ def test_the_state_of_a_dead_supervisor_does_not_count(folder):
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     folder.write_state(state(pid=process.pid))
     assert folder.read_state() is not None
-    process.communicate(b"\n", timeout=10)
+    process.communicate(b"\n", timeout=scaled(10))
     assert folder.read_state() is None
 
 

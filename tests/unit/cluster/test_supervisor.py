@@ -159,7 +159,7 @@ def test_start_and_stop_are_in_order_and_leave_only_logs(run):
     assert listens == "127.0.0.1:4711", "where another router will listen, whatever address others use"
     assert (run.workers.mode, run.workers.url) == (0o600, FakeRedis.url)
     assert run.workers.redis_url == FakeRedis.url
-    assert run.workers.polled.wait(10)
+    assert run.workers.polled.wait(scaled(10))
     run.end()
     assert run.error is None
     assert log == ["redis starts", "workers start", "workers ready", "ready", "workers stop", "redis stops"]

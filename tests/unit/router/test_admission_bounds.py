@@ -7,6 +7,7 @@ import pytest
 from baton.errors import NoWorker, Overloaded
 from baton.testing import FakeClock
 from router.admission.admission import DrainRate
+from tests.support.time_factor import scaled
 
 
 async def test_the_bound_in_tokens(make):
@@ -112,7 +113,7 @@ async def test_waits_that_led_to_nothing_count_together(make, pair, error):
     gate.clock.advance(29.99)
     task = await gate.enter(returning=True, since=since)
     with pytest.raises(error, match="waited 30 s"):
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, scaled(5))
     gate.clock.advance(100)
     gate.room = 1
     assert await gate.enter(returning=True, since=since) == 10  # a request that fits need not wait

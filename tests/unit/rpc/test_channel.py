@@ -38,7 +38,7 @@ def test_a_listener_that_does_not_answer_fails_a_call_before_its_deadline():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with channel.sync_channel(address, link=link) as client, pytest.raises(grpc.RpcError) as failed:
-            cast("Any", health_pb2_grpc.HealthStub(client)).Check(health_pb2.HealthCheckRequest(), timeout=15)
+            cast("Any", health_pb2_grpc.HealthStub(client)).Check(health_pb2.HealthCheckRequest(), timeout=scaled(15))
     assert isinstance(from_rpc_error(failed.value), NoWorker)
     assert channel.PUBLIC.connect_s == channel.INTERNAL.connect_s == 5
 

@@ -169,7 +169,7 @@ class Stranger:
     @contextmanager
     def connect(self, secret: bytes | None) -> Iterator[socket.socket]:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connected:
-            connected.settimeout(5)
+            connected.settimeout(scaled(5))
             connected.connect(self.value[16:])
             if secret is not None:
                 with suppress(BrokenPipeError):  # rejected before the secret was sent
