@@ -243,5 +243,6 @@ def test_ray_has_nothing_to_say_at_its_end(home):
     demo = home.start("demo")
     said, _ = demo.communicate(timeout=scaled(120))
     assert demo.returncode == 0, said
-    assert "can vary widely" in said
-    assert "raylet" not in said
+    _, answered, end = said.partition("can vary widely")  # before, a loaded machine may have started Ray twice
+    assert answered, said
+    assert "raylet" not in end
