@@ -78,9 +78,10 @@ def bad_words_of(sampling: Sampling, tokenizer: Tokenizer) -> tuple[tuple[int, .
     """
     found: list[tuple[int, ...]] = []
     for word in sampling.bad_words:
-        first, within = (tuple(tokenizer.encode_plain(prefix + word.lstrip())) for prefix in ("", " "))
+        bare = word.lstrip() or word  # a word of white space alone has one spelling
+        first, within = (tuple(tokenizer.encode_plain(prefix + bare)) for prefix in ("", " "))
         found += [first] if first else []
-        found += [within] if first[:1] != within[:1] else []
+        found += [within] if bare.strip() and first[:1] != within[:1] else []
     return tuple(found)
 
 

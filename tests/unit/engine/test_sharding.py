@@ -135,7 +135,6 @@ def test_divided_layers_are_the_whole_layer(folder, size, rows):
     torch.testing.assert_close(results[0][1], hidden @ embed.T)
 
 
-@needs_order
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_projection_that_all_ranks_need_is_whole_if_it_is_packed(tmp_path, rank):
     """Latent attention has such ones."""
@@ -155,6 +154,7 @@ def test_a_projection_that_all_ranks_need_is_whole_if_it_is_packed(tmp_path, ran
     torch.testing.assert_close(layer(x, torch.empty(3, 24)), x @ parts["values"].T)
 
 
+@needs_order
 def test_many_sums_in_a_row(seed):
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     parts = [torch.randn(3, rng.randint(1, 9), rng.randint(1, 30), generator=generator) for _ in range(400)]

@@ -154,12 +154,14 @@ def test_bad_words_are_never_completed(deterministic):
     assert text.startswith(free[: min(free.index(word) + len(word) - 1 for word in words)])
 
 
-@pytest.mark.parametrize("word", ["green", " green"])
-def test_a_bad_word_is_also_barred_after_a_space(word):
+@pytest.mark.parametrize(("word", "barred"), [("green", "green"), (" green", "green"), ("\n", "\n"), (" ", " ")])
+def test_a_bad_word_is_also_barred_after_a_space(word, barred):
     tokenizer = load_tokenizer(DEMO)
-    alone, within = (tuple(tokenizer.encode_plain(text)) for text in ("green", " green"))
-    assert (len(alone), len(within)) == (2, 1)
-    assert bad_words_of(Sampling(bad_words=(word,)), tokenizer) == (alone, within)
+    spellings = [barred, f" {barred}"] if barred.strip() else [barred]
+    expected = tuple(tuple(tokenizer.encode_plain(text)) for text in spellings)
+    assert all(expected)
+    assert len({*map(len, expected)}) == len(spellings), "the spellings differ in their number of tokens"
+    assert bad_words_of(Sampling(bad_words=(word,)), tokenizer) == expected
 
 
 @pytest.mark.parametrize("text", [*CORPUS, " two  spaces", "龘😀é"])
