@@ -7,9 +7,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from baton.engine.models.config import WRAPPERS, ModelConfig, parse_config
+from baton.engine.models.config import ModelConfig, parse_config
 from baton.engine.models.config_variants import DENSE
-from baton.engine.models.families import FAMILIES
+from baton.engine.models.families import FAMILIES, WRAPPERS
 from baton.engine.models.formats.base import WeightFormat
 from baton.engine.models.formats.select import METHODS
 from baton.engine.models.json_fields import Fields

@@ -16,7 +16,7 @@ import psutil
 import typer
 
 from baton.cli.cluster.dtype import with_dtype
-from baton.cli.cluster.model_check import check_model
+from baton.cli.cluster.model_check import check_architecture, check_model
 from baton.cli.cluster.phases import shown_phases
 from baton.cli.cluster.ports import check_ports
 from baton.cli.cluster.serve import role_factories
@@ -124,6 +124,8 @@ def _up(
     check_gpus(config, gpus)  # before the model is downloaded
     check_model(config, gpus)
     check_ports(config)
+    if READY_FD not in os.environ:  # else the parent did
+        check_architecture(config, partial(_output, stop=stop))
     if detach:
         _detach(config, gpus, file, sets, stop, announce)
         return

@@ -6,18 +6,22 @@ A worker checks more when it loads the model. Here is only what a wrong config f
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import psutil
+from safetensors import SafetensorError, safe_open
 
 from baton.cluster.gpus import ON_THIS_HOST, gpu_pools
 from baton.config import ClusterConfig
 from baton.config.values import HUB_PREFIX
 from baton.core import Role
+from baton.engine.models.fallback.choice import chosen_backend
 from baton.errors import CheckpointError, ConfigError
 from baton.model_hub import check_file, model_folder, other_form
-from baton.tokenizer import TOKENIZERS
+from baton.tokenizer import ORACLE_MODEL, TOKENIZERS
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def check_model(config: ClusterConfig, gpus: Sequence[str]) -> None:
@@ -27,13 +31,31 @@ def check_model(config: ClusterConfig, gpus: Sequence[str]) -> None:
     path = config.model.path
     if path.startswith(HUB_PREFIX):
         return  # not here yet
-    if path != "oracle":
+    if path != ORACLE_MODEL:
         folder = _folder(Path(path))
         if folder == Path(path):
             _check_folder(folder)
         _check_length(folder, config.model.max_model_len)
     if config.ray.address in ON_THIS_HOST:
         _check_memory(config, set(gpu_pools(config, len(gpus))))
+
+
+def check_architecture(config: ClusterConfig, run: Callable[[Sequence[str]], tuple[int, str]]) -> None:
+    """Raise ConfigError if nothing serves the architecture of a folder. Models through transformers are checked in
+    another process, because the import is large. `run` returns the exit code and the output of Python with arguments,
+    which are the reason or nothing.
+    """
+    path, output = config.model.path, ""
+    if path == ORACLE_MODEL or path.startswith(HUB_PREFIX):
+        return  # before the download, `baton pull` checks a Hub model
+    folder = _folder(Path(path))
+    try:
+        if chosen_backend(folder, config.model.backend) == "transformers" and config.model.backend == "auto":
+            output = run(("-m", "baton.engine.models.fallback.choice", str(folder)))[1].strip()
+    except CheckpointError as error:
+        raise ConfigError(f"model.path: {error}") from None
+    if output:
+        raise ConfigError(f"model.path: {output}")
 
 
 def _folder(path: Path) -> Path:
@@ -59,8 +81,34 @@ def _check_folder(folder: Path) -> None:
     try:
         for name in (*needed, *(name for name in sorted(found) if name.endswith(".safetensors"))):
             check_file(folder / name)
+            if name.endswith(".safetensors"):
+                _check_complete(folder / name)
     except CheckpointError as error:
         raise ConfigError(f"model.path: {error}") from None
+    _check_shards(folder, found)
+
+
+def _check_complete(file: Path) -> None:
+    """Raise CheckpointError unless the header is whole, and the file as long as it demands, as after a download."""
+    try:
+        with safe_open(file, framework="np"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: not a complete safetensors file: {error}") from None
+
+
+def _check_shards(folder: Path, found: Collection[str]) -> None:
+    """Raise ConfigError if there are no weights, or if the index lists a file that is missing."""
+    if SINGLE in found:
+        return
+    if INDEX not in found:
+        raise ConfigError(f"model.path: {str(folder)!r} has no {SINGLE} and no {INDEX}")
+    try:
+        shards = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+        return  # loading the model raises a better error
+    if missing := sorted(name for name in shards - set(found) if isinstance(name, str)):
+        raise ConfigError(f"model.path: {folder / INDEX} lists {missing[0]}, which does not exist")
 
 
 def _check_length(folder: Path, wanted: int | str) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.engine.models import config_variants
-from baton.engine.models.families import FAMILIES
+from baton.engine.models.families import FAMILIES, WRAPPERS
 from baton.engine.models.families.common import plain_decoder
 from baton.engine.models.formats.base import WeightFormat
 from baton.engine.models.formats.select import declared_format
@@ -33,15 +33,7 @@ def quantised_tensor(dtypes: Mapping[str, str]) -> str | None:
 
 
 MAX_LAYERS = 4096  # far above any model; limits the work that a hostile config can cause
-# Models for text and images. Their text model is served. Prefixes of the other tensors, which are not read.
-WRAPPERS = {
-    "gemma4": "Gemma4ForConditionalGeneration",
-    "gemma3": "Gemma3ForConditionalGeneration",
-    "mistral3": "Mistral3ForConditionalGeneration",
-    "llama4": "Llama4ForConditionalGeneration",
-    "qwen3_5": "Qwen3_5ForConditionalGeneration",
-    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
-}
+# Prefixes of tensors of models for text and images that are not read.
 IMAGES = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "embed_vision.")
 OTHERS = (*IMAGES, "embed_audio.", "audio_tower.")
 WHOLE = ("tie_word_embeddings", "quantization_config", "compression_config", "dtype", "torch_dtype")  # keys that it has

@@ -24,7 +24,7 @@ from baton.engine.models.config import ModelConfig
 from baton.engine.models.llama import Norm, Parts, SelfAttention, Step
 from baton.engine.models.moe import feed_forward
 from baton.engine.models.recurrent.layers import recurrent_layer
-from baton.engine.models.rope import Rotary
+from baton.engine.models.rotary import Rotary
 from baton.engine.models.spec import AttentionSpec, DecoderSpec, LayerInputs
 
 

@@ -25,7 +25,7 @@ from baton.engine.kernels.torch_reference import PLAIN, rotate
 from baton.engine.models.checkpoint import Weights
 from baton.engine.models.config import ModelConfig
 from baton.engine.models.recurrent.spec import Part, rows_of, whole
-from baton.engine.models.rope import row_order
+from baton.engine.models.rotary import row_order
 from baton.engine.models.spec import AttentionSpec, HeadNormSpec, NormSpec, Reach
 
 

@@ -1,6 +1,5 @@
-"""Rotary position embeddings and their scalings: linear, llama3, yarn, and up to the original length dynamic, longrope.
-
-Formulas and defaults are those of `transformers` (modeling_rope_utils), which this module is tested against.
+"""Settings of rotary position embeddings and of their scalings: linear, llama3, yarn, and up to the original length
+dynamic, longrope. Defaults are those of `transformers` (modeling_rope_utils). This module loads without torch.
 """
 
 from __future__ import annotations
@@ -8,11 +7,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
-
-from baton.engine.kernels.base import Rotation
-from baton.engine.kernels.elementwise import mapped
 from baton.engine.models.json_fields import MAX_INT, Fields
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -171,80 +165,3 @@ def _yarn_attention_factor(rope: Fields, factor: float) -> float:
 
 def _mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-
-def inverse_frequencies(rope: RopeConfig) -> Tensor:
-    """Return radians per position of each pair of dimensions, float32 [head_dim / 2], on the CPU."""
-    exponents = torch.arange(0, rope.head_dim, 2, dtype=torch.float32) / rope.head_dim
-    if rope.kind == "none":
-        return torch.zeros_like(exponents)
-    if rope.kind == "longrope":
-        return 1.0 / (torch.tensor(rope.factors, dtype=torch.float32) * rope.theta**exponents)
-    inv_freq = 1.0 / (rope.theta**exponents)
-    if rope.kind == "proportional":
-        inv_freq[int(rope.share * rope.head_dim // 2) :] = 0
-    if rope.kind in ("linear", "proportional"):
-        return inv_freq / rope.factor
-    if rope.kind == "llama3":
-        return _llama3(rope, inv_freq)
-    if rope.kind == "yarn":
-        return _yarn(rope, rope.theta**exponents)
-    return inv_freq
-
-
-def _llama3(rope: RopeConfig, inv_freq: Tensor) -> Tensor:
-    """Divide low frequencies by `factor`, keep high ones, and interpolate between."""
-    wavelength = 2 * math.pi / inv_freq
-    low, high = rope.low_freq_factor, rope.high_freq_factor
-    smooth = (rope.original / wavelength - low) / (high - low) if high > low else torch.zeros_like(wavelength)
-    between = (1 - smooth) * inv_freq / rope.factor + smooth * inv_freq
-    scaled = torch.where(wavelength > rope.original / low, inv_freq / rope.factor, between)
-    return torch.where(wavelength < rope.original / high, inv_freq, scaled)
-
-
-def _yarn(rope: RopeConfig, pos_freqs: Tensor) -> Tensor:
-    """Interpolate slow dimensions, extrapolate fast ones, with a ramp over the dimensions between."""
-    low, high = _correction_dim(rope, rope.beta_fast), _correction_dim(rope, rope.beta_slow)
-    if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rope.head_dim - 1)
-    width = high - low if high != low else 0.001
-    ramp = ((torch.arange(rope.head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
-    extrapolate = 1 - ramp
-    return 1.0 / (rope.factor * pos_freqs) * (1 - extrapolate) + 1.0 / pos_freqs * extrapolate
-
-
-def _correction_dim(rope: RopeConfig, rotations: float) -> float:
-    """Return the dimension that completes `rotations` rotations within the original length."""
-    return (rope.head_dim * math.log(rope.original / (rotations * 2 * math.pi))) / (2 * math.log(rope.theta))
-
-
-class Rotary:
-    """Cosines and sines of a forward's positions, computed in float32 and rounded to `dtype`. Heads of `head_dim` have
-    pairs that do not rotate, after those that do, if it is more than that of `rope`.
-    """
-
-    def __init__(self, rope: RopeConfig, dtype: torch.dtype, device: torch.device, head_dim: int = 0) -> None:
-        inv_freq, scale = inverse_frequencies(rope), rope.attention_factor
-        still = max(0, head_dim // 2 - len(inv_freq))
-        self._inv_freq = torch.cat((inv_freq, torch.zeros(still))).to(device)
-        scales = torch.cat((torch.full_like(inv_freq, scale), torch.ones(still))).to(device)
-        self._scale: Tensor | float = scale if scale == 1.0 or not still else scales
-        self._dtype = dtype
-
-    def __call__(self, positions: Tensor, *, fixed: bool = False) -> Rotation:
-        angles = positions[:, None].float() * self._inv_freq
-        cos, sin = (mapped(function, angles, fixed=fixed) * self._scale for function in (torch.cos, torch.sin))
-        return Rotation(cos.to(self._dtype), sin.to(self._dtype))
-
-
-def row_order(head_dim: int, rotated: int, *, interleaved: bool) -> Tensor | None:
-    """Return the order of a head's rows in which pair i is (i, i + head_dim / 2) and rotated pairs are first, or None
-    if they are in this order.
-    """
-    every = torch.arange(head_dim)
-    turned, still = every[:rotated], every[rotated:]
-    first, second = (turned[0::2], turned[1::2]) if interleaved else turned.chunk(2)
-    half = len(still) // 2
-    order = torch.cat((first, still[:half], second, still[half:]))
-    return None if torch.equal(order, every) else order

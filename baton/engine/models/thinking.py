@@ -23,7 +23,7 @@ from baton.engine.models.config import ModelConfig
 from baton.engine.models.config_variants import ThinkingConfig
 from baton.engine.models.decoder import Layer
 from baton.engine.models.llama import Parts, Step
-from baton.engine.models.rope import Rotary
+from baton.engine.models.rotary import Rotary
 from baton.engine.models.spec import EVERYWHERE
 from baton.hashing import fingerprint
 

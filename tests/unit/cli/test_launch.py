@@ -2,6 +2,7 @@
 
 import json
 import socket
+import subprocess
 import sys
 import threading
 from contextlib import nullcontext
@@ -13,7 +14,7 @@ import pytest
 from baton import __version__
 from baton.cli.cluster import launch, ports, size_check
 from baton.cli.cluster.launch import as_environment, as_options, fetched
-from baton.cli.cluster.model_check import check_model
+from baton.cli.cluster.model_check import check_architecture, check_model
 from baton.cli.cluster.ports import check_ports
 from baton.cli.cluster.serve import router_settings
 from baton.cli.cluster.size_check import check_sizes
@@ -129,6 +130,9 @@ def test_a_plan_that_needs_more_gpus_than_there_are_is_refused_before_anything_s
     assert not (tmp_path / "home").exists()
 
 
+NONE = {"model.safetensors": None}
+EMPTY = "\x02\0\0\0\0\0\0\0{}"
+SHARDS = '{"weight_map": {"a": "model-1.safetensors"}}'
 LFS = "version https://git-lfs.github.com/spec/v1"
 
 
@@ -138,8 +142,19 @@ LFS = "version https://git-lfs.github.com/spec/v1"
         (None, {}, "model.path: cannot read the folder"),
         ({"config.json": "{}"}, {}, "has no tokenizer.json"),
         ({"config.json": "{}", "vocab.json": "", "merges.txt": ""}, {}, None),
-        ({"config.json": "{}", "a.gguf": ""}, {}, "model'?: only GGUF files: .* such as a.gguf"),
+        ({"config.json": "{}", "a.gguf": "", **NONE}, {}, "model'?: only GGUF files: .* such as a.gguf"),
         ({"config.json": "{}", "tokenizer.json": "", "model.safetensors": LFS}, {}, "model.safetensors: is a git-lfs"),
+        ({"config.json": "{}", "tokenizer.json": "", **NONE}, {}, r"has no model.safetensors and no .*index.json"),
+        (
+            {"config.json": "{}", "tokenizer.json": "", "model.safetensors": EMPTY[:-1]},
+            {},
+            "model.safetensors: not a complete safetensors file: .* header",
+        ),
+        (
+            {"config.json": "{}", "tokenizer.json": "", **NONE, "model.safetensors.index.json": SHARDS},
+            {},
+            "index.json lists model-1.safetensors, which does not exist",
+        ),
         ({"config.json": "[", "tokenizer.json": ""}, {}, "is not a readable JSON object"),
         (
             {"config.json": '{"max_position_embeddings": 64}', "tokenizer.json": ""},
@@ -168,6 +183,9 @@ LFS = "version https://git-lfs.github.com/spec/v1"
         "another tokenizer",
         "GGUF",
         "a pointer",
+        "no weights",
+        "a part of a file",
+        "a missing shard",
         "broken",
         "too long",
         "extended",
@@ -177,13 +195,43 @@ LFS = "version https://git-lfs.github.com/spec/v1"
 )
 def test_knowable_mistakes_are_found_before_anything_starts(tmp_path, files, tree, words):
     folder = tmp_path / "model"
-    for name, text in (files or {}).items():
+    for name, text in ({"model.safetensors": EMPTY} | files if files else {}).items():
         folder.mkdir(exist_ok=True)
-        (folder / name).write_text(text)
+        if text is not None:
+            (folder / name).write_text(text)
     given = {"name": "x", "ray": {"address": "none"}, **tree, "model": {"path": str(folder), **tree.get("model", {})}}
     config = ClusterConfig.model_validate(given)
     with pytest.raises(ConfigError, match=words) if words else nullcontext():
         check_model(config, ("0",))
+
+
+@pytest.mark.parametrize(
+    ("config", "backend", "ran", "words"),
+    [
+        ({"model_type": "lfm2"}, "auto", False, None),
+        ({"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}, "auto", False, None),
+        ({"model_type": "rwkv"}, "auto", True, "^model.path: why not$"),
+        ({"model_type": "rwkv"}, "transformers", False, None),
+        ({"model_type": 7}, "auto", False, "^model.path: .*model_type must be a string"),
+    ],
+)
+def test_an_architecture_that_nothing_serves_is_found_before_anything_starts(tmp_path, config, backend, ran, words):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = ClusterConfig.model_validate({"model": {"path": str(tmp_path), "backend": backend}})
+    run = Mock(return_value=(1, "why not\n"))
+    with pytest.raises(ConfigError, match=words) if words else nullcontext():
+        check_architecture(given, run)
+    assert run.called == ran
+
+
+@pytest.mark.slow
+def test_a_program_prints_why_nothing_serves_a_folder(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "foo"}')
+    words = (sys.executable, "-m", "baton.engine.models.fallback.choice", str(tmp_path))
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "'foo'" in done.stdout
 
 
 @pytest.mark.parametrize(

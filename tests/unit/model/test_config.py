@@ -17,7 +17,8 @@ from baton.engine.models.config_variants import ExpertsConfig, LatentConfig
 from baton.engine.models.families import FAMILIES
 from baton.engine.models.json_fields import Fields
 from baton.engine.models.loading import _check_device, _max_model_len
-from baton.engine.models.rope import ROPE_TYPES, RopeConfig, inverse_frequencies
+from baton.engine.models.rope import ROPE_TYPES, RopeConfig
+from baton.engine.models.rotary import inverse_frequencies
 from baton.errors import CheckpointError, ConfigError
 
 SHAPE = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}

@@ -1,13 +1,18 @@
-"""The backend of a model folder: native, or the fallback through transformers."""
+"""The backend of a model folder: native, or the fallback through transformers. The choice needs no torch.
+
+As a program with a folder, it prints why nothing serves the folder.
+"""
 
 from __future__ import annotations
 
+import sys
+from contextlib import redirect_stderr
 from importlib.metadata import PackageNotFoundError, version
+from io import StringIO
 from pathlib import Path
 from typing import Literal
 
-from baton.engine.models.config import WRAPPERS, read_config
-from baton.engine.models.families import FAMILIES
+from baton.engine.models.families import FAMILIES, WRAPPERS
 from baton.engine.models.json_fields import Fields, read_json_object
 from baton.errors import CheckpointError, ConfigError
 
@@ -44,6 +49,8 @@ def chosen_backend(folder: Path, wanted: Backend) -> Backend:
 def check_served(folder: Path) -> None:
     """Raise CheckpointError if neither a native family nor transformers serves this config.json. Needs no weights."""
     if chosen_backend(folder, "auto") == "native":
+        from baton.engine.models.config import read_config  # imports torch
+
         read_config(folder)
         return
     from baton.engine.models.fallback import guard  # transformers is slow to import, and may be absent
@@ -58,3 +65,12 @@ def transformers_version() -> str:
         return version("transformers")
     except PackageNotFoundError:
         return ""
+
+
+if __name__ == "__main__":
+    try:
+        with redirect_stderr(StringIO()):  # warnings of libraries
+            check_served(Path(sys.argv[1]))
+    except CheckpointError as why:
+        print(why)  # noqa: T201
+        sys.exit(1)
