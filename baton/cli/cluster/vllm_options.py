@@ -70,7 +70,7 @@ THERE = {
     "--chat-template": "read from the checkpoint's folder",
     "--hf-overrides": "edit config.json",
     "--rope-scaling": "edit config.json",
-    "--load-format": "always safetensors",
+    "--load-format": "by the files of the model: safetensors or GGUF",
     "--trust-remote-code": "never: no code of a checkpoint runs",
     "--reasoning-parser": "found in the chat template, or --set router.reasoning_parser=NAME",
     "--generation-config": "--set model.generation_defaults=none, or model, the default",
