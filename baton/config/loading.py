@@ -21,6 +21,9 @@ from baton.errors import ConfigError
 
 ENV_PREFIX = "BATON__"
 Tree = dict[str, Any]
+_KIND = re.compile(r"input should be a valid (string|list),")
+_TYPE = re.compile(r"constrained-\w+|int|tuple\[.*\]|literal\['auto'\]")  # of pydantic, in places of alternatives
+_TUPLE = re.compile(r"Tuple should have (at least \d+ item)s? after validation, not \d+")
 _SHOULD = "input should be "
 _KEYED = re.compile(rf"^( *(?:baton: ConfigError: )?)(?:{ENV_PREFIX}\w+: )?(([a-z_.]+): .*)$", re.MULTILINE)
 
@@ -247,6 +250,7 @@ def _validated(tree: Tree) -> ClusterConfig:
 
 def _alternatives(texts: list[str]) -> str:
     """Join the messages about one value that fits none of several types: each ends with the value."""
+    texts = [text for text in texts if not _KIND.match(text)] or texts  # those of its own type
     first, shown, value = texts[0].partition(", got ")
     others = [text.partition(", got ")[0].removeprefix(_SHOULD) for text in texts[1:]]
     if not all(text.startswith(_SHOULD) for text in texts):
@@ -255,11 +259,12 @@ def _alternatives(texts: list[str]) -> str:
 
 
 def _problem(detail: Mapping[str, Any]) -> tuple[str, str]:
-    parts = [str(part) for part in detail["loc"] if str(part) not in {"constrained-int", "int", "literal['auto']"}]
+    parts = [str(part) for part in detail["loc"] if not _TYPE.fullmatch(str(part))]
     key = ".".join(parts)
     if detail["type"] == "extra_forbidden":
         return key, _unknown(key)
-    message = str(detail["msg"]).removeprefix("Value error, ")
+    message = _TUPLE.sub(r"Input should have \1", str(detail["msg"]).removeprefix("Value error, "))
+    message = message.replace("a valid tuple", "a valid list")
     hidden = parts[:1] == ["redis"] or isinstance(detail["input"], (dict, BaseModel))  # a URL may contain a password
     shown = "" if hidden else f", got {_as_json(detail['input'])}"
     return key, f"{message[0].lower()}{message[1:]}{shown}" if key else message

@@ -85,7 +85,11 @@ def serve(  # noqa: PLR0913, PLR0917  (the options of a command line)
         ("--max-model-len", "model.max_model_len", max_model_len),
         ("--dtype", "model.dtype", dtype),
         ("--quantize", "model.quantize", quantize),
-        ("--served-model-name", "model.served_name", served_names or None),
+        (
+            "--served-model-name",
+            "model.served_name",
+            served_names[0] if served_names and len(served_names) == 1 else served_names or None,
+        ),
         ("--device", "prefill.device", device),
         ("--device", "decode.device", device),
     )
