@@ -148,9 +148,13 @@ def test_layers_stay_packed_only_where_kernels_are(packs: bool, tmp_path: Path):
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
 def test_experts_and_latent_attention(family: str, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("BATON_CPU_LEVEL", "none")
-    for name in ("fp8 block", "gptq"):
-        section, layer, _ = FORMATS[name]
-        check_equal(tmp_path / name, write(tmp_path / name, section, layer, family, **EXPERTS[family]))
+    for name in ("fp8 block", "gptq", "bitsandbytes int8"):
+        section, layer, packed = FORMATS[name]
+        reference = write(tmp_path / name, section, layer, family, **EXPERTS[family])
+        with structlog.testing.capture_logs() as logs:
+            check_equal(tmp_path / name, reference)
+        widened = [line["layers"] for line in logs if line["event"] == "weights_widened"]
+        assert not packed or widened == ["kv_b_proj"] * (family == "deepseek_v3")
 
 
 OTHERS = DENSE | SPARSE | LATENT | NATIVE | RECURRENT

@@ -38,7 +38,7 @@ def parse(section: Fields) -> WeightFormat:
     if eight == four:
         raise section.error("load_in_8bit", "or load_in_4bit must be true, and not both")
     if eight:
-        names, unread = wide_names(".SCB", ".weight", FLOATS), (".weight_format",)
+        names, unread = wide_names(".weight", ".weight", ("I8",)), (".weight_format",)
         return WeightFormat("bitsandbytes int8", names, _eight, packed_scheme(8, 0), unread=unread)
     kind = section.text("bnb_4bit_quant_type", "fp4")
     return WeightFormat(f"bitsandbytes {kind}", wide_names(STATE + kind, "", BYTES), partial(_four, kind))
