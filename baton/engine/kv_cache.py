@@ -85,10 +85,12 @@ class KVCache:
         self.k = self.tensors[0]
         self.v = self.tensors[1] if len(self.tensors) > 1 else self.k[:, :0]
         self._copy = copy if all(t.is_contiguous() and t.device.type == "cpu" for t in self.tensors) else None
-        # Makes memory for a number of states of recurrent layers, zeroed. The previous one must not be used again.
-        self.make_states: Callable[[int], StateMemory] = self._make_states
+        self.state_maker: Callable[[int], StateMemory] | None = None  # of ranks, which share the memory
 
-    def _make_states(self, slots: int) -> StateMemory:
+    def make_states(self, slots: int) -> StateMemory:
+        """Return memory for states of recurrent layers, zeroed. The previous one must not be used again."""
+        if self.state_maker is not None:
+            return self.state_maker(slots)
         return StateMemory(torch.zeros(slots, self.layout.state_size, device=self.device))
 
     def mark(self) -> Mark | None:

@@ -88,8 +88,7 @@ class ShardedBackend:
         if memory is lacking, or it cannot be `exposed` here.
         """
         self._check_open()
-        self._kv = self._states = None
-        self._model.drop_cache()
+        self._drop_cache()
         self._memory.prepare(exposed=exposed)
         try:
             self._ranks.send(CACHE, [total_blocks])
@@ -99,8 +98,14 @@ class ShardedBackend:
             raise
         except Exception as error:
             raise self._lost(error) from error
-        self._kv.make_states = self._make_states
+        self._kv.state_maker = self._make_states
         return self._kv
+
+    def _drop_cache(self) -> None:
+        if self._kv is not None:
+            self._kv.state_maker = None  # no cycle of references keeps the memory
+        self._kv = self._states = None
+        self._model.drop_cache()
 
     def _make_states(self, slots: int) -> StateMemory:
         self._check_open()
@@ -157,8 +162,7 @@ class ShardedBackend:
         if self._closed:
             return
         try:
-            self._kv = self._states = None
-            self._model.drop_cache()
+            self._drop_cache()
             self._memory.close()
             with suppress(RankLost):
                 self._ranks.send(END, [])

@@ -4,6 +4,7 @@ Ranks are threads, and GPUs are main memory. Tests the order of allocating, open
 of a model on such ranks. `tests/unit/gpu/test_ranks.py` runs on a machine with two GPUs.
 """
 
+import gc
 import itertools
 import mmap
 import os
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, call
 
@@ -34,7 +36,7 @@ from baton.tokenizer import OracleTokenizer
 from baton.worker.engine_factory import generate
 from tests.support.engines import hand_over, ids, key_of, numbers, spec_of
 from tests.support.time_factor import scaled
-from tests.unit.model.checkpoints import random_checkpoint
+from tests.unit.model.checkpoints import RECURRENT, random_checkpoint
 from tests.unit.tp.support import (
     GQA,
     LATENT,
@@ -304,6 +306,27 @@ def test_a_cache_that_cannot_be_made_ends_the_worker(plan_of, fails: str) -> Non
         backend.make_cache(3)
     backend.close()
     calls.followers.close.assert_called_once_with(0.0)
+
+
+def mappings(name: str) -> int:
+    return Path("/proc/self/maps").read_text().count(f"memfd:{name} ")
+
+
+def test_the_memory_of_a_dropped_cache_is_freed_without_a_collection(plan_of, tmp_path) -> None:
+    """Both ranks map it."""
+    RECURRENT["lfm2"].write(tmp_path / "m")
+    backend = on_threads(plan_of(2, str(tmp_path / "m")), [])
+    gc.collect()
+    gc.disable()
+    before = [mappings(name) for name in ("baton-kv", "baton-states")]
+    try:
+        for _ in range(3):
+            backend.make_cache(4).make_states(3)
+        assert [mappings(name) for name in ("baton-kv", "baton-states")] == [before[0] + 2, before[1] + 2]
+        backend.close()
+        assert [mappings(name) for name in ("baton-kv", "baton-states")] == before
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("size", [2, 4])
