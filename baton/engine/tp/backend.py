@@ -36,7 +36,7 @@ from baton.engine.tp.kv_memory import KVMemory, kv_memory
 from baton.engine.tp.rank_model import RankModel
 from baton.engine.tp.rank_process import VISIBLE, Followers, body, lengths, load_rank
 from baton.engine.tp.sharding import divided
-from baton.engine.tp.states import RankedStates
+from baton.engine.tp.states import RankedStates, state_file
 from baton.engine.tp.watchdog import Watchdog, mark_on
 from baton.errors import ConfigError, RankLost
 
@@ -108,11 +108,12 @@ class ShardedBackend:
         self._model.drop_cache()
 
     def _make_states(self, slots: int) -> StateMemory:
+        """Raises RankLost, or ConfigError, after which the ranks can continue, if memory is lacking."""
         self._check_open()
-        spec, file = self.local.model.config.spec, os.memfd_create("baton-states")
+        spec, size = self.local.model.config.spec, self._plan.size
+        file = state_file(slots, size, spec.state_size, self._plan.key.replace("tensor_parallel", "kv_memory"))
         numbers = [slots, os.getpid(), file]
         try:
-            os.ftruncate(file, slots * self._plan.size * spec.state_size * torch.float32.itemsize)
             self._ranks.send(STATES, numbers)
             self._states = self._model.map_states(*numbers)
         except Exception as error:

@@ -10,7 +10,9 @@ all parts are written when `forward` returns on rank 0.
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from baton.engine.kv_cache import StateMemory
 from baton.engine.models.recurrent.spec import RecurrentSpec, state_of_rank, state_size
+from baton.errors import ConfigError
 
 
 class RankedStates(StateMemory):
@@ -49,6 +52,20 @@ class RankedStates(StateMemory):
             end, last = begin + state_size(spec), first + self._sizes[spec]
             yield self._numbers[spec], ranked[:, begin:end], state[first:last]
             begin, first = end, last
+
+
+def state_file(slots: int, ranks: int, width: int, key: str) -> int:
+    """Return a descriptor of new, zeroed memory for `mapped_states`. Raises ConfigError, about `key`, if that fails."""
+    nbytes = slots * ranks * width * torch.float32.itemsize
+    try:
+        with ExitStack() as failing:
+            file = os.memfd_create("baton-states")
+            failing.callback(os.close, file)
+            os.posix_fallocate(file, 0, nbytes)  # an error now instead of SIGBUS later
+            failing.pop_all()
+    except OSError as error:
+        raise ConfigError(f"{key}: no memory of {nbytes} bytes for states: {error}; set a smaller {key}") from error
+    return file
 
 
 def mapped_states(path: Path, slots: int, ranks: int, width: int) -> Tensor:

@@ -4,6 +4,7 @@ Ranks are threads, and GPUs are main memory. Tests the order of allocating, open
 of a model on such ranks. `tests/unit/gpu/test_ranks.py` runs on a machine with two GPUs.
 """
 
+import errno
 import gc
 import itertools
 import mmap
@@ -306,6 +307,19 @@ def test_a_cache_that_cannot_be_made_ends_the_worker(plan_of, fails: str) -> Non
         backend.make_cache(3)
     backend.close()
     calls.followers.close.assert_called_once_with(0.0)
+
+
+@pytest.mark.parametrize("call", ["memfd_create", "posix_fallocate"])
+def test_states_without_memory_are_refused_before_the_ranks_map_them(plan_of, tmp_path, monkeypatch, call) -> None:
+    RECURRENT["lfm2"].write(tmp_path / "m")
+    backend = on_threads(plan_of(2, str(tmp_path / "m")), [])
+    cache = backend.make_cache(4)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, Mock(side_effect=OSError(errno.ENOSPC, "no space")))
+        with pytest.raises(ConfigError, match=r"^kv_memory: no memory of \d+ bytes"):
+            cache.make_states(3)
+    assert cache.make_states(3).rows.count_nonzero() == 0, "the ranks can continue"
+    backend.close()
 
 
 def mappings(name: str) -> int:
