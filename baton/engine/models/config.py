@@ -79,10 +79,19 @@ class ModelConfig:
         """Numbers of each of `kv_heads` rows of a token in the cache, of which layers with smaller heads use some. All
         rows together have an equal share for each head of a layer.
         """
-        heads = [(each.kv_heads or self.kv_heads, each.head_dim or self.head_dim) for each in self.spec.attention]
-        step = math.lcm(*(count // math.gcd(count, self.kv_heads) for count, _ in heads))
-        widest = max(-(-count * dim // self.kv_heads) for count, dim in heads)
+        step = math.lcm(*(count // math.gcd(count, self.kv_heads) for count, _ in self._cached))
+        widest = max(-(-count * dim // self.kv_heads) for count, dim in self._cached)
         return -(-widest // step) * step if self.latent is None else self.head_dim
+
+    @property
+    def cache_order(self) -> tuple[str, ...]:
+        """Words for the order of numbers in a row of the cache, for fingerprints: none if each layer fills it."""
+        return () if self._cached == {(self.kv_heads, self.cache_dim)} else ("equal shares",)
+
+    @property
+    def _cached(self) -> set[tuple[int, int]]:
+        """Number and size of the KV heads of each kind of layer."""
+        return {(each.kv_heads or self.kv_heads, each.head_dim or self.head_dim) for each in self.spec.attention}
 
     def names_in(self, contains: Callable[[str], bool]) -> Names:
         """Return the names of tensors in a checkpoint, which `contains` some."""

@@ -178,7 +178,7 @@ def _fingerprint(checkpoint: Checkpoint, config: ModelConfig, dtype: str, layout
     rounded: list[str] = [] if quantize == "none" else [quantize]
     rounded += [] if config.quantised is None else [config.quantised.summary]
     digest = checkpoint.finish(config.unread, apart=(head_prefix(config),))
-    return fingerprint((digest, dtype, layout.wire, repr(config), *rounded))
+    return fingerprint((digest, dtype, layout.wire, repr(config), *config.cache_order, *rounded))
 
 
 def _log_widened(checkpoint: Checkpoint, config: ModelConfig, dtype: str) -> None:

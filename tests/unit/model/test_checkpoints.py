@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from baton.engine.models.config import REFUSED, quantised_tensor, read_config
+from baton.engine.models.config import REFUSED, ModelConfig, quantised_tensor, read_config
 from baton.engine.models.loading import TransformerBackend, load_model
 from baton.engine.models.thinking import KEPT_STATES
 from baton.errors import CheckpointError, ConfigError
 from tests.unit.model import checkpoints
-from tests.unit.model.checkpoints import SETTINGS, VOCAB, edit_config, edit_tensors, random_checkpoint, reload
+from tests.unit.model.checkpoints import NATIVE, SETTINGS, VOCAB, edit_config, edit_tensors, random_checkpoint, reload
 from tests.unit.model.harness import greedy
 
 PROMPT = [5, 17, 3, 101, 44, 8, 9]
@@ -55,6 +55,13 @@ def test_shards_are_the_same_model(original: Path, tmp_path: Path):
     single, sharded = load_model(original), load_model(tmp_path / "tiny")
     assert sharded.fingerprint == single.fingerprint
     assert tokens(sharded) == tokens(single)
+
+
+def test_fingerprints_cover_the_order_in_rows_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    NATIVE["gemma4"].write(tmp_path)
+    first = load_model(tmp_path).fingerprint
+    monkeypatch.setattr(ModelConfig, "cache_order", ())
+    assert load_model(tmp_path).fingerprint != first
 
 
 def test_fingerprint_tells_models_apart(folder: Path):

@@ -382,6 +382,7 @@ def test_heads_of_gemma_4_in_both_spellings(settings: dict[str, Any], heads: tup
     assert (config.head_dim, config.kv_heads) == (other.head_dim, other.num_key_value_heads) == (256, 4)
     assert (last.head_dim, last.num_key_value_heads) == heads
     assert (config.spec.attention[2].head_dim, config.spec.attention[2].kv_heads) == heads
+    assert bool(config.cache_order) == (heads != (256, 4))
 
 
 def test_the_names_of_kimi_k2_and_of_text_models():
