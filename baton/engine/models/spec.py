@@ -89,6 +89,7 @@ class AttentionSpec:
     gated: bool = False  # results are multiplied by the sigmoid of a part of the projection of queries
     head_dim: int | None = None  # None means that of config.json; so for `kv_heads`
     kv_heads: int | None = None
+    kv_heads_key: str = field(default="num_key_value_heads", repr=False)  # in config.json
     reads: int | None = None  # number of the layer whose keys and values are read, in place of own ones
     keys_are_values: bool = False  # before norms and the rotation
     value_norm: bool = False  # values have a norm without weights, with the eps of `head_norm`

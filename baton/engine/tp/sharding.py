@@ -122,9 +122,10 @@ def _uneven(config: ModelConfig, size: int, groups: set[int]) -> list[str]:
     """
     heads, kv_heads, inner, attention = config.heads, config.kv_heads, config.intermediate_size, config.spec.attention
     found = [f"num_attention_heads ({heads})"] if heads % size else []
-    found += [f"num_key_value_heads ({kv_heads})"] if kv_heads % size and size % kv_heads else []
-    others = {each.kv_heads or kv_heads for each in attention} - {kv_heads}  # ranks that share one have other rows
-    found += [f"KV heads of full attention ({n})" for n in others if n % size or kv_heads % size]
+    others = {each.kv_heads_key: each.kv_heads for each in attention if each.kv_heads and each.kv_heads != kv_heads}
+    shared = not others and size % kv_heads == 0  # ranks that share a head have other rows, in some layers only
+    counts = {"num_key_value_heads": kv_heads} | others
+    found += [f"{key} ({n})" for key, n in counts.items() if n % size and not shared]
     found += [f"intermediate_size ({inner})"] if inner % size else []
     if config.experts is not None:
         widths = {"width of experts": config.experts.inner, "width of shared experts": config.experts.shared_inner}

@@ -19,6 +19,7 @@ from baton.tokenizer import OracleTokenizer
 from baton.worker.engine_factory import generate
 from tests.support.compiled_kernels import share_kernels
 from tests.support.engines import hand_over, ids, key_of, numbers, spec_of
+from tests.unit.model import checkpoints
 from tests.unit.model.checkpoints import DENSE, LATENT, NATIVE, RECURRENT, SPARSE, V3, VOCAB, random_checkpoint
 from tests.unit.model.harness import greedy, prompts
 from tests.unit.tp.support import gpus, on_threads
@@ -35,6 +36,8 @@ VARIANTS = {
     for name, each in (DENSE | SPARSE | LATENT | NATIVE | RECURRENT).items()
 }
 LENGTHS = (1, 17, 40)
+MAMBA = {"mamba_n_heads": 6, "mamba_n_groups": 3}
+GLOBAL = {"num_attention_heads": 8, "num_key_value_heads": 2, "per_layer_config": ...}
 # Four ranks share two KV heads, two key heads of gated delta nets, and two groups of Mamba 2.
 FOUR = (
     "mixtral qwen3_moe v2 v3 v32 gemma2 gemma3 olmo2 olmo3 exaone4 cohere cohere2 glm4 minimax_m2 gpt_oss llama4 "
@@ -75,22 +78,21 @@ def test_widths_of_experts_must_be_divisible(tmp_path: Path) -> None:
             "qwen3_5",
             {"linear_num_value_heads": 6, "linear_num_key_heads": 3},
             4,
-            r"linear_num_value_heads \(6\) and .*key",
+            r"linear_num_value_heads \(6\) and linear_num_key_heads \(3\)",
         ),
-        (
-            "granite-hybrid",
-            {"mamba_n_heads": 6, "mamba_n_groups": 3},
-            4,
-            r"heads of Mamba \(6\) and groups of Mamba \(3\)",
-        ),
-        ("gemma4-same", {"num_global_key_value_heads": 1}, 2, r"KV heads of full attention \(1\); allowed are 1$"),
+        ("granite-hybrid", MAMBA | {"mamba_d_head": "auto"}, 4, r"mamba_n_heads \(6\) and mamba_n_groups \(3\)"),
+        ("nemotron_h", {"mamba_num_heads": 6, "n_groups": 3}, 4, r"mamba_num_heads \(6\) and n_groups \(3\)"),
+        ("gemma4-same", GLOBAL | {"num_global_key_value_heads": 4}, 4, r"num_key_value_heads \(2\)"),
+        ("gemma4-same", GLOBAL | {"num_global_key_value_heads": 1}, 2, r"num_global_key_value_heads \(1\)"),
+        ("gemma4-same", {}, 4, r"num_key_value_heads in per_layer_config \(2\)"),  # as transformers 5 spells it
     ],
 )
 def test_heads_of_single_layers_must_be_divisible(
     tmp_path: Path, name: str, changes: dict[str, Any], size: int, words: str
 ) -> None:
-    VARIANTS[name]._replace(settings=VARIANTS[name].settings | changes).write(tmp_path)
-    with pytest.raises(ConfigError, match=words):
+    VARIANTS[name].write(tmp_path)
+    checkpoints.edit_config(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=f"^tp: {size} does not divide the model's {words}; allowed are"):
         divided(read_config(tmp_path), size, "tp")
 
 

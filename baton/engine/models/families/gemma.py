@@ -100,10 +100,10 @@ def _gemma4_layers(
 ) -> tuple[AttentionSpec, ...]:
     """Return the attention of each layer. The last `num_kv_shared_layers` read the KV of earlier ones of their type."""
     same = fields.flag("attention_k_eq_v", False)
-    head_dim, kv_heads = _full_heads(fields, sizes, types, same=same)
+    head_dim, kv_heads, key = _full_heads(fields, sizes, types, same=same)
     shared = fields.integer("num_kv_shared_layers", 0, low=0, high=sizes.layers)
     plain = replace(plain, scale=1.0, head_norm=HeadNormSpec(NormSpec(fields.number("rms_norm_eps", 1e-6))))
-    full = replace(plain, rope=1, head_dim=head_dim, kv_heads=kv_heads, keys_are_values=same)
+    full = replace(plain, rope=1, head_dim=head_dim, kv_heads=kv_heads, kv_heads_key=key, keys_are_values=same)
     kinds = {SLIDING: plain, FULL: full}
     writers = {kind: layer for layer, kind in enumerate(types[: sizes.layers - shared])}
     if shared and (unread := set(types) - set(writers)):
@@ -116,9 +116,10 @@ def _gemma4_layers(
     )
 
 
-def _full_heads(fields: Fields, sizes: Sizes, types: tuple[str, ...], *, same: bool) -> tuple[int, int]:
-    """Return the size and the number of KV heads in full_attention layers. `per_layer_config` (transformers 5) has only
-    those that differ from the other layers, and takes precedence. The number is used before only if V is K (`same`).
+def _full_heads(fields: Fields, sizes: Sizes, types: tuple[str, ...], *, same: bool) -> tuple[int, int, str]:
+    """Return the size of KV heads in full_attention layers, their number and its key. `per_layer_config` (transformers
+    5) has only those that differ from the other layers, and takes precedence. The number is used before only if V is K
+    (`same`).
     """
     layers = [str(layer) for layer, kind in enumerate(types) if kind == FULL]
     entries = fields.section("per_layer_config")
@@ -136,7 +137,7 @@ def _full_heads(fields: Fields, sizes: Sizes, types: tuple[str, ...], *, same: b
     kv_heads = owner.integer(count, sizes.kv_heads) if same or owner is not fields else sizes.kv_heads
     if sizes.heads % kv_heads:
         raise owner.error(count, f"({kv_heads}) must divide num_attention_heads ({sizes.heads})")
-    return head_dim, kv_heads
+    return head_dim, kv_heads, count if owner is fields else f"{count} in per_layer_config"
 
 
 def _gemma4_inputs(fields: Fields) -> int:

@@ -121,7 +121,8 @@ def _mamba(fields: Fields, eps: float) -> MambaSpec:
     width = fields.integer("conv_kernel", 4, low=2, high=64)
     biases = fields.flag("use_conv_bias", True), fields.flag("use_bias", False)
     limits = fields.number("time_step_min", 0.001), math.inf
-    return MambaSpec(heads, head_dim, groups, states, width, eps, *biases, limits)
+    keys = ("mamba_num_heads", "n_groups")
+    return MambaSpec(heads, head_dim, groups, states, width, eps, *biases, limits, keys=keys)
 
 
 _LFM2 = Family(

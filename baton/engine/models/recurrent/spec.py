@@ -122,6 +122,7 @@ class MambaSpec:
     conv_bias: bool = True
     bias: bool = False
     limits: tuple[float, float] = (0.0, math.inf)
+    keys: tuple[str, str] = field(default=("mamba_n_heads", "mamba_n_groups"), repr=False)  # in config.json
     ranks: int = field(default=1, kw_only=True, repr=False)
     copies: int = field(default=1, kw_only=True, repr=False)
 
@@ -146,8 +147,9 @@ class MambaSpec:
         return replace(self, heads=self.heads // size, groups=groups.rows, ranks=size, copies=groups.copies)
 
     def uneven(self, size: int) -> list[str]:
-        found = [f"heads of Mamba ({self.heads})"] if self.heads % size else []
-        return found + ([f"groups of Mamba ({self.groups})"] if self.groups % size and size % self.groups else [])
+        heads, groups = self.keys
+        found = [f"{heads} ({self.heads})"] if self.heads % size else []
+        return found + ([f"{groups} ({self.groups})"] if self.groups % size and size % self.groups else [])
 
 
 RecurrentSpec = ShortConvSpec | GatedDeltaSpec | MambaSpec
