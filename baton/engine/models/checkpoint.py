@@ -1,7 +1,8 @@
 """Tensors from the safetensors or GGUF files of a checkpoint, and the weights of a model in their final memory.
 
-Other files are rejected, so nothing is unpickled. Weights are read without a second copy. Layers of a quantised
-checkpoint have their plain names here: each is widened when it is taken, or taken packed.
+Other files are rejected, so nothing is unpickled. Weights are read without a second copy, except rows in another
+order (`Weights.picked`) and widened layers. Layers of a quantised checkpoint have their plain names here: each is
+widened when it is taken, or taken packed.
 """
 
 from __future__ import annotations
@@ -288,10 +289,15 @@ class Weights:
         return place
 
     def picked(self, names: Sequence[str], wholes: Sequence[int], rows: Sequence[Tensor], *rest: int) -> Tensor:
-        """Return `rows[i]`, int64, of tensors [wholes[i], *rest] as one tensor."""
+        """Return `rows[i]`, int64 and not empty, of tensors [wholes[i], *rest] as one tensor. Rows that are not
+        consecutive are copied before, one tensor at a time.
+        """
         place = self._place((sum(map(len, rows)), *rest))
         for name, size, own, part in zip(names, wholes, rows, torch.split(place, [*map(len, rows)]), strict=True):
-            stored = self.checkpoint.take(name, (size, *rest))
+            stored, first, end = self.checkpoint.take(name, (size, *rest)), int(own[0]), int(own[0]) + len(own)
+            if torch.equal(own, torch.arange(first, end)):
+                self._copy(part, stored[first:end], stored)
+                continue
             taken = stored[own]
             self.checkpoint.release(stored)
             self._copy(part, taken, taken)

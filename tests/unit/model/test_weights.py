@@ -40,6 +40,20 @@ def test_stacked_in_the_order_of_names(on_disk: torch.dtype, dtype: torch.dtype,
     assert weights.checkpoint.finish()
 
 
+@pytest.mark.parametrize(("rows", "direct"), [([0, 1, 2, 3], True), ([1, 2], True), ([2, 1], False), ([0, 2], False)])
+def test_consecutive_rows_are_copied_directly_from_the_file(rows, direct, tmp_path, monkeypatch) -> None:
+    value, seen, copy = torch.arange(20.0).view(4, 5), list[bool](), Weights._copy
+
+    def noted(weights: Weights, place: torch.Tensor, source: torch.Tensor, taken: torch.Tensor) -> None:
+        seen.append(taken.data_ptr() in weights.checkpoint._views)
+        copy(weights, place, source, taken)
+
+    monkeypatch.setattr(Weights, "_copy", noted)
+    weights = Weights(stored(tmp_path, a=value), torch.float32, CPU)
+    assert torch.equal(weights.picked(["a"], [4], [torch.tensor(rows)], 5), value[rows])
+    assert (seen, weights.checkpoint._views) == ([direct], set())
+
+
 def test_pieces_cover_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("baton.engine.models.checkpoint.PIECE", 7)
     value = torch.arange(60.0).view(5, 4, 3)
