@@ -38,6 +38,11 @@ NEEDS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 4},
     "nemotron_h": {"hybrid_override_pattern": "M*-M*-M-"},
 }
+# Settings with which a family has experts, or none, unlike without them.
+EXPERTS: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {"num_local_experts": 0},
+    "nemotron_h": {"hybrid_override_pattern": "ME*-M*-M"},
+}
 INTEGER = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 128, "symmetric": True}
 FLOAT = {"type": "float", "num_bits": 8, "strategy": "channel", "symmetric": True}
 SECTIONS: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
@@ -97,8 +102,8 @@ def _format(method: str, section: dict[str, Any]) -> WeightFormat:
     return METHODS[method](Fields("config.json", section))
 
 
-def _config(name: str) -> ModelConfig:
-    return parse_config(Fields("config.json", SIZES | NEEDS.get(name, {}) | {"model_type": name}))
+def _config(name: str, **more: Any) -> ModelConfig:
+    return parse_config(Fields("config.json", SIZES | NEEDS.get(name, {}) | {"model_type": name, **more}))
 
 
 def _of_weights(name: str, config: ModelConfig) -> str:
@@ -119,8 +124,13 @@ def _of_stacks() -> list[str]:
     ]
 
 
-def _divided(config: ModelConfig) -> str:
+def _divided(name: str) -> str:
     """Return whether tensor-parallel ranks can divide the family, and its quantised weights."""
+    found = {_divides(_config(name, **more)) for more in ({}, EXPERTS.get(name, {}))}
+    return found.pop() if len(found) == 1 else "yes, unless experts are quantised"
+
+
+def _divides(config: ModelConfig) -> str:
     try:
         divided(config, 2, "tensor_parallel")
     except ConfigError:
@@ -144,7 +154,7 @@ def _row(name: str, family: Family) -> tuple[str, ...]:
         "yes" if name in DENSE else "no",
         "; ".join(_groups(config, name, family)),
         _of_weights(name, config),
-        _divided(config),
+        _divided(name),
     )
 
 
