@@ -29,6 +29,7 @@ def python(code: str) -> str:
     [
         ("baton", HEAVY),
         ("baton.client", HEAVY),
+        ("baton.cli.cluster.launch", ("torch",)),  # a supervisor lives as long as its cluster
         ("router", ("torch", "ray")),
         ("router.server", ("torch", "ray", "starlette", "uvicorn")),  # the gateway is a separate extra
     ],

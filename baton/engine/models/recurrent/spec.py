@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor  # supervisors load specs without torch
 
 
 class Part(NamedTuple):
@@ -162,6 +162,8 @@ def whole(parts: Iterable[Part], ranks: int) -> int:
 
 def rows_of(parts: Iterable[Part], rank: int, ranks: int) -> Tensor:
     """Return the numbers of a rank's rows in a whole tensor of these parts: int64 [their sum]."""
+    import torch
+
     start, found = 0, []
     for part in parts:
         first = start + rank // part.copies * part.rows
@@ -177,6 +179,8 @@ def state_size(spec: RecurrentSpec) -> int:
 
 def state_of_rank(spec: RecurrentSpec, rank: int) -> Tensor:
     """Return the numbers of a rank's state in that of the whole layer: int64 [state_size]."""
+    import torch
+
     channels, own = whole(spec.convolved, spec.ranks), rows_of(spec.convolved, rank, spec.ranks)
     tails = torch.arange(spec.width - 1)[:, None] * channels + own
     matrix = channels * (spec.width - 1) + rank * spec.matrix + torch.arange(spec.matrix)
