@@ -26,17 +26,19 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 def check_model(config: ClusterConfig, gpus: Sequence[str]) -> None:
     """Raise ConfigError with the key if the model's folder is incomplete, or if a size cannot be. The folder must be on
-    this host, because the routers read its tokenizer. `gpus` are those of this host.
+    this host, because the routers read its tokenizer, but its weights only if the workers are. `gpus` are those of
+    this host.
     """
     path = config.model.path
     if path.startswith(HUB_PREFIX):
         return  # not here yet
+    here = config.ray.address in ON_THIS_HOST
     if path != ORACLE_MODEL:
         folder = _folder(Path(path))
         if folder == Path(path):
-            _check_folder(folder)
+            _check_folder(folder, weights=here)
         _check_length(folder, config.model.max_model_len)
-    if config.ray.address in ON_THIS_HOST:
+    if here:
         _check_memory(config, set(gpu_pools(config, len(gpus))))
 
 
@@ -67,7 +69,7 @@ def _folder(path: Path) -> Path:
         raise ConfigError(text if text.startswith("model.path") else f"model.path: {text}") from None
 
 
-def _check_folder(folder: Path) -> None:
+def _check_folder(folder: Path, *, weights: bool) -> None:
     try:
         found = {file.name for file in folder.iterdir()}
     except OSError as error:
@@ -79,13 +81,13 @@ def _check_folder(folder: Path) -> None:
     if missing := [name for name in needed if name not in found]:
         raise ConfigError(f"model.path: {str(folder)!r} has no {' and no '.join(missing)}")
     try:
-        for name in (*needed, *(name for name in sorted(found) if name.endswith(".safetensors"))):
+        for name in needed:
             check_file(folder / name)
-            if name.endswith(".safetensors"):
-                _check_complete(folder / name)
+        for name in _weight_files(folder, found) if weights else ():
+            check_file(folder / name)
+            _check_complete(folder / name)
     except CheckpointError as error:
         raise ConfigError(f"model.path: {error}") from None
-    _check_shards(folder, found)
 
 
 def _check_complete(file: Path) -> None:
@@ -97,18 +99,22 @@ def _check_complete(file: Path) -> None:
         raise CheckpointError(f"{file}: not a complete safetensors file: {error}") from None
 
 
-def _check_shards(folder: Path, found: Collection[str]) -> None:
-    """Raise ConfigError if there are no weights, or if the index lists a file that is missing."""
+def _weight_files(folder: Path, found: Collection[str]) -> Sequence[str]:
+    """Return the safetensors files that a worker loads, no others. Raise ConfigError if there are none, or if the index
+    lists one that is missing.
+    """
     if SINGLE in found:
-        return
+        return [SINGLE]
     if INDEX not in found:
         raise ConfigError(f"model.path: {str(folder)!r} has no {SINGLE} and no {INDEX}")
     try:
-        shards = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
+        listed = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
     except (OSError, ValueError, TypeError, AttributeError, KeyError):
-        return  # loading the model raises a better error
-    if missing := sorted(name for name in shards - set(found) if isinstance(name, str)):
+        return []  # loading the model raises a better error
+    shards = sorted(name for name in listed if isinstance(name, str))
+    if missing := [name for name in shards if name not in found]:
         raise ConfigError(f"model.path: {folder / INDEX} lists {missing[0]}, which does not exist")
+    return shards
 
 
 def _check_length(folder: Path, wanted: int | str) -> None:

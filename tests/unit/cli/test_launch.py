@@ -132,7 +132,8 @@ def test_a_plan_that_needs_more_gpus_than_there_are_is_refused_before_anything_s
 
 NONE = {"model.safetensors": None}
 EMPTY = "\x02\0\0\0\0\0\0\0{}"
-SHARDS = '{"weight_map": {"a": "model-1.safetensors"}}'
+INDEXED = {"model.safetensors.index.json": '{"weight_map": {"a": "model-1.safetensors"}}'}
+UNREAD = {"consolidated.safetensors": EMPTY[:-1], "adapter_model.safetensors": "", "optimizer.safetensors": "cut"}
 LFS = "version https://git-lfs.github.com/spec/v1"
 
 
@@ -151,10 +152,22 @@ LFS = "version https://git-lfs.github.com/spec/v1"
             "model.safetensors: not a complete safetensors file: .* header",
         ),
         (
-            {"config.json": "{}", "tokenizer.json": "", **NONE, "model.safetensors.index.json": SHARDS},
+            {"config.json": "{}", "tokenizer.json": "", **NONE, **INDEXED},
             {},
             "index.json lists model-1.safetensors, which does not exist",
         ),
+        (
+            {"config.json": "{}", "tokenizer.json": "", **NONE, **INDEXED, "model-1.safetensors": EMPTY[:-1]},
+            {},
+            "model-1.safetensors: not a complete safetensors file: .* header",
+        ),
+        (
+            {"config.json": "{}", "tokenizer.json": "", **NONE, **INDEXED, "model-1.safetensors": EMPTY, **UNREAD},
+            {},
+            None,
+        ),
+        ({"config.json": "{}", "tokenizer.json": "", **UNREAD}, {}, None),
+        ({"config.json": "{}", "tokenizer.json": "", **NONE}, {"ray": {"address": "auto"}}, None),
         ({"config.json": "[", "tokenizer.json": ""}, {}, "is not a readable JSON object"),
         (
             {"config.json": '{"max_position_embeddings": 64}', "tokenizer.json": ""},
@@ -186,6 +199,10 @@ LFS = "version https://git-lfs.github.com/spec/v1"
         "no weights",
         "a part of a file",
         "a missing shard",
+        "a part of a shard",
+        "shards and other files",
+        "weights and other files",
+        "weights on other hosts",
         "broken",
         "too long",
         "extended",
