@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from subprocess import PIPE
 
 import psutil
 import typer
@@ -87,12 +88,14 @@ def fetched(config: ClusterConfig, stop: Stop) -> ClusterConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"path": name})})
 
 
-def _output(argv: Sequence[str], stop: Stop) -> tuple[int, str]:
-    """Run this Python with arguments; return its exit code and output. Raises Cancelled, which ends it."""
+def _output(argv: Sequence[str], stop: Stop, *, quiet: bool = False) -> tuple[int, str]:
+    """Run this Python with arguments; return its exit code and output. Raises Cancelled, which ends it. With `quiet`,
+    its stderr is dropped.
+    """
     # in a child process, because only a process can be stopped immediately
     env = os.environ | {PARENT: str(os.getpid())}
-    command = [sys.executable, *argv]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env, process_group=0) as process:
+    command, errors = [sys.executable, *argv], subprocess.DEVNULL if quiet else None
+    with subprocess.Popen(command, stdout=PIPE, stderr=errors, text=True, env=env, process_group=0) as process:
         try:
             while process.poll() is None:
                 stop.check()
@@ -125,7 +128,7 @@ def _up(
     check_model(config, gpus)
     check_ports(config)
     if READY_FD not in os.environ:  # else the parent did
-        check_architecture(config, partial(_output, stop=stop))
+        check_architecture(config, partial(_output, stop=stop, quiet=True))
     if detach:
         _detach(config, gpus, file, sets, stop, announce)
         return

@@ -10,13 +10,14 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import psutil
+import typer
 from safetensors import SafetensorError, safe_open
 
 from baton.cluster.gpus import ON_THIS_HOST, gpu_pools
 from baton.config import ClusterConfig
 from baton.config.values import HUB_PREFIX
 from baton.core import Role
-from baton.engine.models.fallback.choice import chosen_backend
+from baton.engine.models.fallback.choice import REFUSED, chosen_backend
 from baton.errors import CheckpointError, ConfigError
 from baton.model_hub import check_file, model_folder, other_form
 from baton.tokenizer import ORACLE_MODEL, TOKENIZERS
@@ -43,21 +44,22 @@ def check_model(config: ClusterConfig, gpus: Sequence[str]) -> None:
 
 
 def check_architecture(config: ClusterConfig, run: Callable[[Sequence[str]], tuple[int, str]]) -> None:
-    """Raise ConfigError if nothing serves the architecture of a folder. Models through transformers are checked in
-    another process, because the import is large. `run` returns the exit code and the output of Python with arguments,
-    which are the reason or nothing.
+    """Raise ConfigError if nothing serves the architecture of a folder with the libraries of this host, if the workers
+    are here. Models through transformers are checked in another process, because the import is large. `run` returns the
+    exit code and the output of Python with arguments. The last line is the reason if the code is REFUSED.
     """
-    path, output = config.model.path, ""
-    if path == ORACLE_MODEL or path.startswith(HUB_PREFIX):
+    path, code, output = config.model.path, 0, ""
+    if path == ORACLE_MODEL or path.startswith(HUB_PREFIX) or config.ray.address not in ON_THIS_HOST:
         return  # before the download, `baton pull` checks a Hub model
     folder = _folder(Path(path))
     try:
         if chosen_backend(folder, config.model.backend) == "transformers" and config.model.backend == "auto":
-            output = run(("-m", "baton.engine.models.fallback.choice", str(folder)))[1].strip()
+            typer.echo("checking the model in transformers ...", err=True)  # takes seconds
+            code, output = run(("-m", "baton.engine.models.fallback.choice", str(folder)))
     except CheckpointError as error:
         raise ConfigError(f"model.path: {error}") from None
-    if output:
-        raise ConfigError(f"model.path: {output}")
+    if code == REFUSED and output:  # another code is a crash, which the worker reports
+        raise ConfigError(f"model.path: {output.splitlines()[-1]}")
 
 
 def _folder(path: Path) -> Path:

@@ -2,7 +2,6 @@
 
 import json
 import socket
-import subprocess
 import sys
 import threading
 from contextlib import nullcontext
@@ -23,6 +22,8 @@ from baton.cluster.signals import Stop
 from baton.cluster.state_dir import StateFolder, running_clusters
 from baton.config import ClusterConfig, load_config
 from baton.core import Role
+from baton.engine.models.fallback import choice
+from baton.engine.models.fallback.choice import REFUSED
 from baton.errors import Cancelled, ConfigError
 from baton.network import redacted
 from tests.unit.test_hub import COMMIT, snapshot
@@ -223,32 +224,56 @@ def test_knowable_mistakes_are_found_before_anything_starts(tmp_path, files, tre
 
 
 @pytest.mark.parametrize(
-    ("config", "backend", "ran", "words"),
+    ("config", "backend", "code", "words"),
     [
-        ({"model_type": "lfm2"}, "auto", False, None),
-        ({"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}, "auto", False, None),
-        ({"model_type": "rwkv"}, "auto", True, "^model.path: why not$"),
-        ({"model_type": "rwkv"}, "transformers", False, None),
-        ({"model_type": 7}, "auto", False, "^model.path: .*model_type must be a string"),
+        ({"model_type": "lfm2"}, "auto", None, None),
+        ({"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}, "auto", None, None),
+        ({"model_type": "rwkv"}, "auto", REFUSED, "^model.path: why not$"),
+        ({"model_type": "rwkv"}, "auto", 0, None),
+        ({"model_type": "rwkv"}, "auto", 1, None),
+        ({"model_type": "rwkv"}, "transformers", None, None),
+        ({"model_type": 7}, "auto", None, "^model.path: .*model_type must be a string"),
     ],
 )
-def test_an_architecture_that_nothing_serves_is_found_before_anything_starts(tmp_path, config, backend, ran, words):
-    pytest.importorskip("transformers", reason="transformers is not installed")
+def test_an_architecture_that_nothing_serves_is_found_before_anything_starts(
+    tmp_path, monkeypatch, capsys, config, backend, code, words
+):
+    """A banner of a library is no reason, neither before one nor alone."""
+    monkeypatch.setattr(choice, "transformers_version", lambda: "5")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    given = ClusterConfig.model_validate({"model": {"path": str(tmp_path), "backend": backend}})
-    run = Mock(return_value=(1, "why not\n"))
+    tree = {"model": {"path": str(tmp_path), "backend": backend}, "ray": {"address": "none"}}
+    run = Mock(return_value=(code, "a banner\nwhy not\n"))
     with pytest.raises(ConfigError, match=words) if words else nullcontext():
-        check_architecture(given, run)
-    assert run.called == ran
+        check_architecture(ClusterConfig.model_validate(tree), run)
+    assert run.called == ("transformers ..." in capsys.readouterr().err) == (code is not None)
+
+
+def test_workers_on_other_hosts_need_no_transformers_here(tmp_path, monkeypatch):
+    monkeypatch.setattr(choice, "transformers_version", lambda: "")
+    (tmp_path / "config.json").write_text('{"model_type": "rwkv"}')
+    tree = {"model": {"path": str(tmp_path)}, "ray": {"address": "auto"}}
+    check_architecture(ClusterConfig.model_validate(tree), Mock())
+    with pytest.raises(ConfigError, match="to serve more architectures"):
+        check_architecture(ClusterConfig.model_validate(tree | {"ray": {"address": "local"}}), Mock())
 
 
 @pytest.mark.slow
 def test_a_program_prints_why_nothing_serves_a_folder(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "foo"}')
-    words = (sys.executable, "-m", "baton.engine.models.fallback.choice", str(tmp_path))
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "'foo'" in done.stdout
+    code, output = launch._output(("-m", "baton.engine.models.fallback.choice", str(tmp_path)), Stop())
+    assert (code, "'foo'" in output.splitlines()[-1]) == (REFUSED, True)
+
+
+def test_warnings_of_libraries_are_not_shown_by_the_check_of_an_architecture(tmp_path, monkeypatch, capfd):
+    def check(_, run):
+        assert run(("-c", "import os; os.write(2, b'noise')")) == (0, "")
+        raise Cancelled("stopped")
+
+    monkeypatch.setattr(launch, "check_architecture", check)
+    (file := tmp_path / "c.yaml").write_text(OK_FILE % DEMO)
+    with pytest.raises(Cancelled):
+        launch.up(file, [], Stop(), detach=False, announce=launch.announce)
+    assert "noise" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,12 @@
 """The backend of a model folder: native, or the fallback through transformers. The choice needs no torch.
 
-As a program with a folder, it prints why nothing serves the folder.
+As a program with a folder, it prints in the last line why nothing serves the folder, and exits with REFUSED.
 """
 
 from __future__ import annotations
 
 import sys
-from contextlib import redirect_stderr
 from importlib.metadata import PackageNotFoundError, version
-from io import StringIO
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +15,7 @@ from baton.engine.models.json_fields import Fields, read_json_object
 from baton.errors import CheckpointError, ConfigError
 
 Backend = Literal["auto", "native", "transformers"]
+REFUSED = 3  # exit code of the program; an exception of a library has 1
 INSTALL = "pip install baton-serve[transformers]"
 
 
@@ -69,8 +68,7 @@ def transformers_version() -> str:
 
 if __name__ == "__main__":
     try:
-        with redirect_stderr(StringIO()):  # warnings of libraries
-            check_served(Path(sys.argv[1]))
+        check_served(Path(sys.argv[1]))
     except CheckpointError as why:
-        print(why)  # noqa: T201
-        sys.exit(1)
+        print(*str(why).splitlines())  # noqa: T201
+        sys.exit(REFUSED)
