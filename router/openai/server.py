@@ -222,7 +222,8 @@ class Gateway:
         for each in found:
             if name in {each.id, *each.aliases}:
                 return _json(self._model(each, name))
-        raise UnknownModel(f"model {name[:128]!r} is not served; served: {', '.join(each.id for each in found)}")
+        served = ", ".join(known for each in found for known in (each.id, *each.aliases))
+        raise UnknownModel(f"model {name[:128]!r} is not served; served: {served}")
 
     async def tokenize(self, request: Request) -> Response:
         """Return the token ids of a text or a chat, as vLLM does."""

@@ -180,6 +180,8 @@ async def test_all_names_and_the_defaults_of_the_model_are_listed(make, monkeypa
         found = await http.models.retrieve("gpt-4")
         assert (found.id, found.to_dict()["generation_defaults"]) == ("gpt-4", {"temperature": 0.25})
         assert [each.id async for each in http.models.list()] == ["oracle", "gpt-4"]
+        with pytest.raises(openai.NotFoundError, match="'other' is not served; served: oracle, gpt-4"):
+            await http.models.retrieve("other")
         assert (await http.completions.create(model="gpt-4", prompt="x", max_tokens=1)).model == "gpt-4"
     off = await make(generation_defaults=False)
     assert not (await off.stub.ListModels(pb.ListModelsRequest())).models[0].HasField("defaults")
