@@ -89,8 +89,8 @@ def fetched(config: ClusterConfig, stop: Stop) -> ClusterConfig:
 
 
 def _output(argv: Sequence[str], stop: Stop, *, quiet: bool = False) -> tuple[int, str]:
-    """Run this Python with arguments; return its exit code and output. Raises Cancelled, which ends it. With `quiet`,
-    its stderr is dropped.
+    """Run this Python with arguments; return its exit code and output. Raises Cancelled, which ends it. Its stderr is
+    dropped if `quiet`.
     """
     # in a child process, because only a process can be stopped immediately
     env = os.environ | {PARENT: str(os.getpid())}
