@@ -109,14 +109,15 @@ regenerate: $(SETUP)
 		else echo "the generator cannot be installed: not regenerated, digests compared"; $(MAKE) --no-print-directory fresh; fi
 
 # In `make check test` each unit test runs once: `check` runs the fast ones, `test` the slow ones.
-test: regenerate  ## everything that needs no GPU (13 minutes after check on 2 cores, goal 9)
+test: regenerate  ## everything that needs no GPU (CONTRIBUTING.md: how long)
 	@$(PYTEST) $(WITH_CLUSTERS) -m "not chaos and not serial" $(if $(filter check,$(MAKECMDGOALS)),--after-check) --sample --durations 30 --durations-min 4
 	@$(if $(SERIAL_SUITES),$(PYTEST) -m "serial and not chaos" $(SERIAL_SUITES) $(NONE_IS_FINE))
 	@if $(COMPILED_KERNELS_HERE); then $(MAKE) --no-print-directory without-kernels HALF=1; \
 		else echo "without-kernels: no compiled kernels here (reason above), so all suites ran without them"; fi
 
 without-kernels: $(SETUP)  ## suites that depend on the kernels, as on a processor without AVX2 (`make test`: a drawn half)
-	@suites="$(if $(HALF),$$($(BIN)/python -m tests.support.sampling $(KERNEL_SUITES)),$(KERNEL_SUITES))"; \
+	@suites="$(KERNEL_SUITES)" $(if $(HALF),&& drawn="$$($(BIN)/python -m tests.support.sampling $(KERNEL_SUITES))" \
+			&& export BATON_TEST_SAMPLE="$${drawn%%$$'\n'*}" && suites="$${drawn#*$$'\n'}") && \
 		BATON_CPU_LEVEL=none $(PYTEST) $(PARALLEL) -m "not chaos and not serial" --sample $$suites
 
 chaos: $(SETUP)  ## whole matrices, of which `make check` and `make test` run a share, and long faults

@@ -5,11 +5,12 @@ one of all tests with that name. Compiled kernels run at the best level of the p
 the kernels of a level compile for 15 s. In CI the commit decides the draw: a run can be repeated, and the next commit
 runs other cases.
 
-`python -m tests.support.sampling FILE ...` prints a drawn half of test files.
+`python -m tests.support.sampling FILE ...` prints the text that decides the draw, and in a second line a drawn half.
 """
 
 import os
 import random
+import shlex
 import subprocess
 import sys
 from collections import defaultdict
@@ -80,4 +81,8 @@ def other_levels(drawn: str) -> set[str]:
 
 
 if __name__ == "__main__":
-    print(*half(sys.argv[1:], drawn_by(random.SystemRandom().randrange(2**31))))
+    from tests.conftest import run_seed
+
+    drawn = drawn_by(run_seed())
+    print(f"half: {drawn} (repeat with {VARIABLE}={shlex.quote(drawn)} make without-kernels HALF=1)", file=sys.stderr)
+    print(drawn, " ".join(half(sys.argv[1:], drawn)), sep="\n")

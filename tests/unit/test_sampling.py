@@ -1,6 +1,10 @@
 """`--sample` of tests/conftest.py: which cases of a matrix are left out."""
 
+import os
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +13,8 @@ import pytest
 from baton.engine.kernels.cpu.compiler import LEVELS, Machine
 from tests.support import sampling
 from tests.support.sampling import VARIABLE, drawn_by, half, left_out
+
+ROOT = Path(__file__).parents[2]
 
 
 class Case:
@@ -52,6 +58,27 @@ def test_a_half_of_the_files_is_drawn_and_another_draw_has_others():
     assert half(files, "a") == half(files[::-1], "a")
     assert len(half(files, "a")) == 5
     assert {file for number in range(20) for file in half(files, str(number))} == set(files)
+
+
+@pytest.mark.parametrize(("answer", "status", "ran"), [("echo 7; echo a b", 0, "7: a b"), ("exit 3", 2, "")])
+def test_without_kernels_runs_a_half_by_the_draw_that_it_hands_to_pytest_or_nothing(tmp_path, answer, status, ran):
+    """`python` is replaced: the draw has the output or the status of `answer`, pytest prints what it would run."""
+    pytest_ = 'echo "ran $BATON_TEST_SAMPLE: ${*: -2}"'
+    (tmp_path / "python").write_text(f"#!/bin/bash\n[[ $2 == pytest ]] && {pytest_} && exit\n{answer}\n")
+    (tmp_path / "python").chmod(0o700)
+    command = ["make", "-s", "-o", ".venv/.fresh", "without-kernels", "HALF=1", f"BIN={tmp_path}"]
+    environment = {name: value for name, value in os.environ.items() if name not in {VARIABLE, "MAKEFLAGS"}}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip().removeprefix("ran ")) == (status, ran), done.stderr
+
+
+def test_the_printed_half_is_that_of_the_variable_which_is_printed():
+    command = [sys.executable, "-m", "tests.support.sampling", *"abcd"]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, VARIABLE: "x y"}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == ["x y", " ".join(half("abcd", "x y"))]
+    assert f"{VARIABLE}='x y'" in done.stderr
 
 
 def test_the_commit_decides_in_ci_and_the_seed_elsewhere(monkeypatch):
