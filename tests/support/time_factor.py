@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 
 VARIABLE = "BATON_TEST_TIME_FACTOR"
+MEASURED = "BATON_TEST_TIME_FACTOR_MEASURED"  # the same value if the run measured it, so that child processes see it
 REFERENCE_S = 0.026  # minimum of `sample` on an idle AMD EPYC with AVX2 alone, Python 3.11, 2026-11-25
 LOWEST, HIGHEST = 1.0, 10.0
 SAMPLES, BUDGET_S = 7, 0.3
@@ -37,7 +38,7 @@ def measured(take: Callable[[], float] = sample, budget_s: float = BUDGET_S) -> 
 def time_factor() -> float:
     """Return this run's factor, given or measured once. Child processes, like xdist's workers, inherit it."""
     if VARIABLE not in os.environ:
-        os.environ[VARIABLE] = f"{measured():.2f}"
+        os.environ[VARIABLE] = os.environ[MEASURED] = f"{measured():.2f}"
     given = os.environ[VARIABLE]
     try:
         factor = float(given)
@@ -55,7 +56,7 @@ def scaled(seconds: float) -> float:
 
 class Deadline:
     """The end of a wait of at most `seconds`, scaled. A machine may have become slower since the run began: it is
-    measured again before a wait ends.
+    measured again before a wait ends. A factor that the user gave stays.
     """
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -66,7 +67,8 @@ class Deadline:
         """Return whether the time is up."""
         if (spent_s := self._clock() - self._began) < self._limit_s:
             return False
-        self._limit_s = max(self._limit_s, self._seconds * measured())
+        if os.environ.get(MEASURED) == os.environ[VARIABLE]:
+            self._limit_s = max(self._limit_s, self._seconds * measured())
         return spent_s >= self._limit_s
 
 

@@ -22,6 +22,7 @@ from tests.support.time_factor import (
     BUDGET_S,
     HIGHEST,
     LOWEST,
+    MEASURED,
     REFERENCE_S,
     SAMPLES,
     VARIABLE,
@@ -191,10 +192,11 @@ def test_the_factor_is_the_median_within_bounds_and_a_slow_machine_takes_few_sam
 
 
 def test_it_is_measured_once_and_kept_for_processes_of_the_run(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "1")  # so that it is restored afterwards
-    monkeypatch.delenv(VARIABLE)
+    for name in (VARIABLE, MEASURED):
+        monkeypatch.setenv(name, "1")  # so that it is restored afterwards
+        monkeypatch.delenv(name)
     monkeypatch.setattr(time_factor, "measured", iter([3.0]).__next__)
-    assert [scaled(2), scaled(5), os.environ[VARIABLE]] == [6, 15, "3.00"]
+    assert [scaled(2), scaled(5), os.environ[VARIABLE], os.environ[MEASURED]] == [6, 15, "3.00", "3.00"]
     for wrong in ("0", "-1", "nan", "inf", "fast"):
         monkeypatch.setenv(VARIABLE, wrong)
         with pytest.raises(pytest.UsageError, match=rf"{VARIABLE} .*must be a number above 0, got '{wrong}'"):
@@ -211,12 +213,24 @@ async def test_a_block_is_cancelled_after_its_time():
 
 def test_a_wait_is_longer_if_the_machine_became_slower(monkeypatch):
     monkeypatch.setenv(VARIABLE, "2")
+    monkeypatch.setenv(MEASURED, "2")
     now, factors = [100.0], iter([5.0, 3.0])
     monkeypatch.setattr(time_factor, "measured", factors.__next__)
     deadline = Deadline(10.0, lambda: now[0])
     for now[0], passed in ((119.9, False), (120.0, False), (149.9, False), (150.0, True)):
         assert deadline.passed() == passed
     assert not list(factors), "measured at 120 and at 150 s"
+
+
+def test_a_factor_that_the_user_gave_is_not_measured_again(monkeypatch):
+    """A run that measured one may have started this run, so the other variable may be there."""
+    monkeypatch.setenv(VARIABLE, "0.5")
+    monkeypatch.setenv(MEASURED, "2.00")
+    monkeypatch.setattr(time_factor, "measured", lambda: 5.0)
+    now = [100.0]
+    deadline = Deadline(10.0, lambda: now[0])
+    for now[0], passed in ((104.9, False), (105.0, True)):
+        assert deadline.passed() == passed
 
 
 # --- the mutation tool: its changes, and the test runs that detect them
