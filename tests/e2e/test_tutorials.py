@@ -77,6 +77,7 @@ def test_a_tutorial_runs(demo_cluster, page):
         printed = run(demo_cluster, language, code)
         if language == "python":
             assert words(printed) == words(shown), code
+    eventually(lambda: len(demo_cluster.connected()) == 3, within_s=60)  # whole again for the next test
 
 
 def test_the_template_of_the_page_makes_the_prompts_of_the_cluster():
