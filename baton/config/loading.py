@@ -243,9 +243,10 @@ def _validated(tree: Tree) -> ClusterConfig:
             problems.setdefault(key, []).append(text)
     if not problems:
         return config
-    raise ConfigError(
-        "\n".join(f"{key + ': ' if key else ''}{_alternatives(texts)}" for key, texts in problems.items())
-    )
+    exact = {
+        key: texts for key, texts in problems.items() if not any(other.startswith(f"{key}.") for other in problems)
+    }
+    raise ConfigError("\n".join(f"{key + ': ' if key else ''}{_alternatives(texts)}" for key, texts in exact.items()))
 
 
 def _alternatives(texts: list[str]) -> str:

@@ -160,6 +160,8 @@ def test_a_bad_set_is_named(load, item):
         ("decode.threads=-1", "decode.threads: input should be greater than 0 or 'auto', got -1"),
         ("model.served_name=[]", "model.served_name: input should have at least 1 item, got []"),
         ("model.served_name=5", "model.served_name: input should be a valid string or a valid list, got 5"),
+        ('model.served_name=["a b"]', "model.served_name.0: string should match pattern"),
+        ('model.served_name=["a",5]', "model.served_name.1: input should be a valid string, got 5"),
         ("model.served_name=a b", "model.served_name: string should match pattern '^[!-~]{1,128}$', got \"a b\""),
         ("decode.block_size=a", "decode.block_size: input should be a valid integer or 'auto', got \"a\""),
         ("decode.kind=a", "decode.kind: unknown key"),
