@@ -21,6 +21,7 @@ from baton.cli.cluster.up import (
     serve,
     up,
 )
+from baton.cli.cluster.vllm_options import ServeCommand
 from baton.cli.examples import PANELS, epilog, panel
 from baton.cli.inspect.logs import logs
 from baton.cli.inspect.status import status, top
@@ -48,7 +49,6 @@ _FUNCTIONS: tuple[Callable[..., None], ...] = (
 )
 COMMANDS = {function.__name__.replace("_", "-"): function for function in _FUNCTIONS}
 GROUPS = {"config": config_app, "bench": bench_app}
-ANY = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
 def _version(asked: bool) -> None:
@@ -71,5 +71,5 @@ for command in (name for names in PANELS.values() for name in names):  # in the 
     if command in GROUPS:
         app.add_typer(GROUPS[command], name=command, rich_help_panel=group, epilog=examples)
         continue
-    settings = ANY if command == "serve" else None  # it answers options of `vllm serve` by itself
-    app.command(command, context_settings=settings, rich_help_panel=group, epilog=examples)(COMMANDS[command])
+    kind = ServeCommand if command == "serve" else None
+    app.command(command, cls=kind, rich_help_panel=group, epilog=examples)(COMMANDS[command])

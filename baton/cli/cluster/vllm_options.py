@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 
 import typer
+from typer.core import TyperCommand
 
 NONE = "Baton has no such option"
 BOTH = "--set prefill.{0} --set decode.{0}"
@@ -78,11 +80,23 @@ THERE = {
     "--root-path": NONE,
     **dict.fromkeys(MISSING.split(), NONE),
 }
+LIKE_OWN = re.compile(r"-(cc|dp)((\.[^=]*)?=.*)?", re.DOTALL)  # click would find Baton's -c and -d
+
+
+class ServeCommand(TyperCommand):
+    """`baton serve`, which answers options of `vllm serve` by itself."""
+
+    allow_extra_args = ignore_unknown_options = True
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Parse `args`. Raises typer.BadParameter for a short option of vLLM that begins like one of Baton."""
+        reject_unknown([word for word in args if LIKE_OWN.fullmatch(word)][:1], ())
+        return super().parse_args(ctx, args)
 
 
 def reject_unknown(words: Sequence[str], options: Sequence[str]) -> None:
     """Raise typer.BadParameter for the first of the `words` that `baton serve` left over. `options` are its own."""
-    option = next((word.partition("=")[0] for word in words if word.startswith("-")), None)  # others may be its value
+    option = next((re.split("[=.]", word)[0] for word in words if word[:1] == "-"), None)  # others may be its value
     if option is not None:
         plain = option.replace("_", "-") if option.startswith("--") else option.rstrip("0123456789")  # -O3
         known = THERE.get(plain) or THERE.get(plain.replace("--no-", "--", 1))

@@ -186,11 +186,21 @@ def test_a_problem_with_a_value_of_the_preset_names_the_option_that_sets_it(serv
         ("another", "another: one model only"),
         ("--model x", "in Baton: the first word, as in baton serve MODEL"),
         ("-O3", "-O3: Baton has no such option"),
+        ("-O.level=3", "-O: Baton has no such option"),
+        ("--compilation_config.level 3", "--compilation_config: Baton has no such option"),
+        ("-cc {}", "-cc: Baton has no such option"),
+        ("-cc.level=3", "-cc: Baton has no such option"),
+        ("-dp 2", "-dp: an option of vLLM; in Baton: --decode N"),
         ("--no-async-scheduling", "--no-async-scheduling: Baton has no such option"),
     ],
 )
 def test_other_options_are_answered(serve, words, answer):
     assert answer in serve(DEMO, *words.split(), status=2).announced
+
+
+def test_a_file_may_be_written_behind_its_option(serve):
+    with pytest.raises(ConfigError, match=r"^c\.yaml: cannot be read"):
+        serve(DEMO, "-cc.yaml")
 
 
 def test_the_page_and_the_answers_are_about_the_same_options():
