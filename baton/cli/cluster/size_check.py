@@ -10,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
+from baton.cluster.gpus import ON_THIS_HOST
 from baton.config import ClusterConfig, PoolConfig
 from baton.core import KVLayout, Role
 from baton.errors import ConfigError
@@ -24,7 +25,7 @@ NEEDED = {"num_attention_heads", "hidden_size", "num_hidden_layers", "head_dim"}
 
 def check_sizes(config: ClusterConfig, on_gpus: Collection[Role]) -> None:
     """Raise ConfigError with the key of a pool that a worker would reject. The model must be downloaded."""
-    if config.decode.speculation == "mtp":
+    if config.decode.speculation == "mtp" and config.ray.address in ON_THIS_HOST:  # other hosts may have the weights
         _check_prediction(config, "cuda" if Role.DECODE in on_gpus else "cpu")
     if config.model.path == ORACLE_MODEL:
         return

@@ -373,6 +373,7 @@ def test_only_models_in_doubt_need_the_rules_of_the_engine(tmp_path, monkeypatch
     ("model", "settings", "words"),
     [
         (DEMO, [], r"no layer for multi-token prediction of DeepSeek V3 \(model.layers.\d+.eh_proj.weight\); use off"),
+        (DEMO, ["ray.address=10.0.0.1:6379"], None),  # its workers, and perhaps the weights, are on other hosts
         ("oracle", [], "the oracle has no layer"),
         ("v3", ["decode.tensor_parallel=2"], "decode.tensor_parallel is 2, and the layer .* needs 1"),
         ("v3", ["model.backend=transformers"], "supported for .*, which runs in transformers"),
