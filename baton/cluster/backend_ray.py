@@ -148,6 +148,7 @@ class _Worker:
     asked_at: float = -ASK_S
     found: bool = False
     pid: int | None = None
+    process: psutil.Process | None = None  # on this machine; psutil signals no other process that has its id later
     ready: bool = False
     killed: bool = False
     ended: BatonError | None = None
@@ -304,6 +305,8 @@ class RayPlacement:
         else:
             if worker.pid is None:
                 worker.pid, worker.unplaced, worker.asked_at = int(answered), None, -ASK_S
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    worker.process = psutil.Process(worker.pid) if self._local else None
             else:
                 worker.ready = True
 
@@ -339,9 +342,9 @@ class RayPlacement:
             self._give_back(worker_id, worker)
         except Exception as error:  # noqa: BLE001  (a process boundary)
             log.warning("actor_not_ended", worker=worker_id, error=type(error).__name__)
-        if self._local and worker.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(worker.pid, signal.SIGKILL)
+        if worker.process is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.process.kill()
 
     def _give_back(self, worker_id: str, worker: _Worker) -> None:
         """Remove the worker's placement group, which ends every process in it."""
@@ -370,11 +373,7 @@ class RayPlacement:
         """Let Ray end the actors, because it prints an error for processes that end in another way."""
         for handle in (worker.handle for worker in workers if worker.handle is not None):
             self._ray.kill(handle, no_restart=True)
-        processes = []
-        for pid in (worker.pid for worker in workers if worker.pid is not None):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                processes.append(psutil.Process(pid))
-        psutil.wait_procs(processes, timeout=KIND_S)
+        psutil.wait_procs([worker.process for worker in workers if worker.process is not None], timeout=KIND_S)
 
     def _stop_actors(self, grace_s: float) -> None:
         live = {name: worker for name, worker in self._workers.items() if worker.ended is None}

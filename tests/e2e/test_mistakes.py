@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -107,11 +106,12 @@ def test_a_folder_that_is_no_checkpoint_is_named(home, tmp_path):
 
 def starting(home, config, *options, number=signal.SIGTERM):
     """Start `baton up` and return it while its workers load, with its folder. It obeys the signal even under nohup."""
-    name, heed = Path(config).stem, partial(signal.signal, number, signal.SIG_DFL)
-    process = home.start("up", "-c", config, *ORACLE, *PORTS, *options, preexec_fn=heed)
-    eventually((home.path / name / "state.json").exists, within_s=30)
+    name = Path(config).stem
+    process = home.start("up", "-c", config, *ORACLE, *PORTS, *options, heeds=number)
     first = home.path / name / ("scratch" if name == "local" else "logs/prefill-0.log")
-    eventually(lambda: os.path.lexists(first), within_s=30)
+    for path in (home.path / name / "state.json", first):
+        eventually(lambda path=path: os.path.lexists(path) or process.poll() is not None, path, within_s=30)
+    assert process.poll() is None, process.stdout.read()
     return process, home.path / name
 
 

@@ -41,9 +41,10 @@ class Home:
         env = {**os.environ, "BATON_HOME": str(self.path), "NO_COLOR": "1"}
         return {"env": env, "cwd": ROOT, "text": True, "stdout": subprocess.PIPE}
 
-    def start(self, *args, **options) -> subprocess.Popen:
-        """Start `baton ARGS`. Its output is text."""
-        return subprocess.Popen(command(*args), **self._here(), stderr=subprocess.STDOUT, **options)
+    def start(self, *args, heeds: signal.Signals | None = None) -> subprocess.Popen:
+        """Start `baton ARGS`. Its output is text. It handles the signal `heeds` even under nohup."""
+        prefix = [] if heeds is None else ["env", f"--default-signal={heeds.name.removeprefix('SIG')}"]
+        return subprocess.Popen([*prefix, *command(*args)], **self._here(), stderr=subprocess.STDOUT)
 
     def baton(
         self, *args: object, timeout: float = 120, check: bool = False, **options: Any

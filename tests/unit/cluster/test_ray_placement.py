@@ -18,6 +18,7 @@ from baton.core import Role
 from baton.errors import Cancelled, ConfigError, NoWorker
 from baton.testing import FakeClock
 from tests.support.ray import ActorDiedError, FakeRay, RayTaskError
+from tests.support.time_factor import scaled
 
 CONFIG = """{"name": "test", "ray": {"node_labels": {"rack": "r1"}},
  "prefill": {"device": "cuda", "tensor_parallel": 2, "replicas": 1, "threads": 3, "node_labels": {"pool": "p"}},
@@ -229,15 +230,26 @@ def test_a_worker_whose_process_lives_but_did_not_start_is_ended(ray, place):
     assert ray.killed == ["decode-0"]
 
 
-def test_a_frozen_process_of_this_machine_is_killed_and_the_log_explains_its_end(here, monkeypatch):
-    signals = []
-    monkeypatch.setattr(os, "kill", lambda *told: signals.append(told))
-    here.ready(pid=7).answers["ready"] = None
-    here.it.kill("decode-0")
-    assert (7, signal.SIGKILL) in signals
+def test_a_frozen_process_of_this_machine_is_killed_and_the_log_explains_its_end(here):
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"]) as frozen:
+        frozen.send_signal(signal.SIGSTOP)
+        here.ready(pid=frozen.pid).answers["ready"] = None
+        here.it.kill("decode-0")
+        assert frozen.wait(scaled(10)) == -signal.SIGKILL
     here.look()
     ended = here.look()
     assert (ended.state, "a line of the log" in str(ended.error)) == ("ended", True)
+
+
+def test_another_process_that_has_the_id_of_an_ended_one_is_not_killed(here, monkeypatch):
+    signals = []
+    monkeypatch.setattr(os, "kill", lambda *sent: signals.append(sent))
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as worker:
+        here.ready(pid=worker.pid)
+        monkeypatch.setattr(psutil.Process, "__ne__", lambda *_: True)  # the process with this id is another one
+        here.it.kill("decode-0")
+        worker.communicate(b"\n")
+    assert not signals
 
 
 def test_what_an_earlier_one_left_is_found_by_its_places(ray, place):
