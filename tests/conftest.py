@@ -8,6 +8,8 @@ import gc
 import os
 import random
 import signal
+import subprocess
+from collections.abc import Generator
 
 import hypothesis
 import pytest
@@ -98,6 +100,18 @@ class Failures:
         if report.failed and terminal is not None:
             last = report.longreprtext.strip().splitlines()[-1:]
             terminal.write_line(f"\nFAILED {report.nodeid} ({report.when}): {' '.join(last)}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show the output of a process that did not end in time or failed: the text of its exception leaves it out."""
+    report = yield
+    error = call.excinfo.value if call.excinfo else None
+    if isinstance(error, subprocess.TimeoutExpired | subprocess.CalledProcessError):
+        for name, output in (("stdout", error.stdout), ("stderr", error.stderr)):
+            text = output.decode(errors="replace") if isinstance(output, bytes) else output
+            report.sections.append((f"{name} of the process", text or ""))
+    return report
 
 
 @pytest.hookimpl(trylast=True)

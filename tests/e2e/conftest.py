@@ -3,9 +3,24 @@
 import pytest
 import torch
 
-from tests.support.cluster_process import HANDED_OVER, Home
+from tests.support.cluster_process import HANDED_OVER, ClusterProcess, Home
 from tests.unit.test_tracing import collectors
 from tools.clients import model_with_tools
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """Show the ends of all logs of a failed test's clusters."""
+    report = yield
+    if report.failed:
+        used = item.funcargs.values()
+        homes = {
+            one.home if isinstance(one, ClusterProcess) else one
+            for one in used
+            if isinstance(one, Home | ClusterProcess)
+        }
+        report.sections += [(f"logs of {home.path}", home.logs()) for home in homes]
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)
