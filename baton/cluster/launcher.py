@@ -29,7 +29,7 @@ from baton.ledger.registry import Ledger
 
 POLL_S = 0.2
 READY_POLL_S = 0.02
-SERVING_S = 30.0
+SERVING_S = 120.0  # connecting takes a second; a stalled machine needs longer
 LISTENERS = ("grpc", "admin", "metrics", "http")
 MORE_S = 1.0  # beyond router.drain_s, for a router to end
 STOP_S = 5.0
