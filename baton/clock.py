@@ -21,3 +21,12 @@ class SystemClock:
 
     def wall(self) -> float:
         return time.time()
+
+
+def unix_time(monotonic_s: float, clock: Clock) -> float:
+    """Convert monotonic seconds to Unix time. A pause between reads of both clocks would shift the result, so the
+    shortest of three pairs of reads counts.
+    """
+    reads = [(clock.monotonic(), clock.wall(), clock.monotonic()) for _ in range(3)]
+    before, wall, after = min(reads, key=lambda read: read[2] - read[0])
+    return monotonic_s - (before + after) / 2 + wall

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.clock import Clock
+from baton.clock import Clock, unix_time
 from baton.core import HandoffId
 from baton.engine.determinism.planner import Verifying
 from baton.engine.sequence import Sequence as EngineSequence
@@ -21,7 +21,7 @@ def span(name: str, begin: float, end: float, clock: Clock, **figures: object) -
     """Build a span from `begin` to `end`, in monotonic seconds of `clock`. The router adds worker and handoff."""
     return common_pb2.Span(
         name=name,
-        start_s=begin - clock.monotonic() + clock.wall(),
+        start_s=unix_time(begin, clock),
         duration_s=max(0.0, end - begin),
         attributes={what: str(figure) for what, figure in figures.items()},
     )

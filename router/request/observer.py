@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from baton import errors
-from baton.clock import Clock
+from baton.clock import Clock, unix_time
 from baton.core import Finish, HandoffId, SequenceSpec, Token
 from baton.errors import BatonError, Cancelled, InvalidRequest
 from baton.event_journal import History
@@ -61,7 +61,8 @@ class RequestObserver:
     def __init__(self, sinks: Sinks, name: str, context: TraceContext | None = None, *, resumes: bool = False) -> None:
         self.sinks = sinks
         self.name, self.resumes = name, resumes
-        self.arrived = sinks.clock.monotonic(), sinks.clock.wall()
+        now = sinks.clock.monotonic()
+        self.arrived = now, unix_time(now, sinks.clock)
         self.trace = Trace(name, context or TraceContext.new(), sinks.router_id, self.arrived[1])
         self.exemplar = exemplar_of(name, self.trace.context.trace_id)
         self.choices: list[ChoiceObserver] = []
