@@ -219,7 +219,11 @@ def files(folder: Path) -> dict[str, int]:
     "borrows",
     [
         # In the group of test_distributions.py, which compiles the same kernels.
-        pytest.param(True, id="borrowed", marks=[pytest.mark.slow, pytest.mark.xdist_group("distributions")]),
+        pytest.param(
+            True,
+            id="borrowed",
+            marks=[pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("distributions")],
+        ),
         # A gigabyte from an index, and a minute or more: not in `make test`.
         pytest.param(False, id="fresh", marks=[pytest.mark.chaos, pytest.mark.timeout(1200)]),
     ],

@@ -28,13 +28,15 @@ import jsonschema
 import pytest
 import yaml
 
+from tests.support.time_factor import scaled
+
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "helm/baton"
 MINIMAL = CHART / "ci/minimal-values.yaml"
 CI = sorted((CHART / "ci").glob("*-values.yaml"))
 NAMES = [path.name.removesuffix("-values.yaml") for path in CI]
 CORE = "core-v1.34-strict.json"
-HELM_S = 60.0
+HELM_S = scaled(60.0)
 RELEASE, NAMESPACE = "one", "serving"
 DOWNLOAD_S = 50.0  # less than a test's time limit: slow downloads skip the test
 PACKAGES = {

@@ -58,7 +58,7 @@ def test_install_test_upgrade_rollback_uninstall(there: Helm, cluster: Cluster):
     assert names(cluster) == expected - {"Pod/one-baton-serves"} | MONITORS
     assert replicas(cluster) == (2, 1)
 
-    there.run("test", RELEASE, "-n", NAMESPACE, "--timeout", "20s")
+    there.run("test", RELEASE, "-n", NAMESPACE, "--timeout", "50s")
     assert "Pod/one-baton-serves" not in names(cluster)  # deleted after its hook has succeeded
 
     install(there, "--set=router.replicas=5,decode.replicas=3,router.http=false", how="upgrade")

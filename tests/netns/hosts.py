@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from baton.cluster.backend_process import PARENT, READY_FD
-from tests.support.time_factor import scaled
+from tests.support.time_factor import Deadline, scaled
 
 ROOT = Path(__file__).parents[2]
 NAMESPACES = Path("/run/netns")
@@ -58,9 +58,9 @@ def sweep():
 
 
 def kill_all(namespace, within_s=10.0):
-    deadline = time.monotonic() + within_s
+    deadline = Deadline(within_s)
     while found := [int(pid) for pid in command("ip", "netns", "pids", namespace, check=False).split()]:
-        assert time.monotonic() < deadline, f"{found} do not end"
+        assert not deadline.passed(), f"{found} do not end"
         for pid in found:
             with suppress(ProcessLookupError, ChildProcessError):
                 os.kill(pid, signal.SIGKILL)
@@ -86,10 +86,10 @@ class Process:
         self.said = json.loads(line)
         return self.said
 
-    def end(self, number=signal.SIGTERM, within_s=20.0):
+    def end(self, number=signal.SIGTERM, within_s=60.0):
         """Send a signal and return the exit code."""
         self.popen.send_signal(number)
-        return self.popen.wait(within_s)
+        return self.popen.wait(scaled(within_s))
 
 
 class Host:

@@ -45,7 +45,7 @@ def start_redis(host, folder):
         except (OSError, RedisError):
             return process.popen.poll() is not None
 
-    until("Redis answers", answers, 15)
+    until("Redis answers", answers, 60)
     client.close()
     assert process.popen.poll() is None, process.log.read_text()
     return process
@@ -66,7 +66,7 @@ class Cluster:
         start_redis(head, folder)
 
     def client(self, **options):
-        return Client(self.address, admin=self.admin, **{"timeout": PATIENCE_S, **options})
+        return Client(self.address, admin=self.admin, **{"timeout": scaled(PATIENCE_S), **options})
 
     def status(self):
         with self.client() as client:
