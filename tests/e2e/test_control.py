@@ -5,11 +5,11 @@ After the operators' changes all processes' histories are checked.
 
 import random
 
-import psutil
 import pytest
 
 from baton.core import Role
 from tests.support.load import Load, draw_jobs
+from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 from tools.history_check import check
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 QUICK = ("ledger.heartbeat_s=0.2",)
 SETS = ("model.path=oracle", "model.max_model_len=512", "router.queue.max_wait_s=60", "prefill.replicas=2", *QUICK)
 SERVED = {"whole", "left"}
-WITHIN_S = "90"
+WITHIN_S = f"{scaled(90):g}"
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def operate(cluster, *what):
 
 
 def workers(cluster):
-    return {name: one.pid for name, one in cluster.state().processes.items() if name not in {"router", "redis"}}
+    return {name: one for name, one in cluster.processes().items() if name not in {"router", "redis"}}
 
 
 def test_pools_change_their_sizes(cluster, load):
@@ -77,7 +77,7 @@ def test_a_host_that_goes_away_drains_what_it_has(cluster, load):
     file = cluster.home.path / cluster.name / "cluster.yaml"
     said = cluster.home.baton("drain", "--here", "-c", str(file), "--wait", WITHIN_S, check=True)
     assert "done" in said.stdout
-    eventually(lambda: not any(psutil.pid_exists(pid) for pid in before.values()), within_s=30)
+    eventually(lambda: not any(identity.process() for identity in before.values()), within_s=30)
     eventually(lambda: sorted(roles(cluster).values()) == ["decode", "prefill", "prefill"], within_s=60)
     load.settle()
     assert set(load.outcomes) <= SERVED

@@ -7,7 +7,7 @@ import pytest
 from openai import OpenAI
 
 from baton.errors import BatonError, NoWorker, WorkerLost
-from tests.support.cluster_process import FREE_PORTS, HANDED_OVER, ClusterProcess, is_zombie
+from tests.support.cluster_process import FREE_PORTS, HANDED_OVER, ClusterProcess
 from tests.support.load import Streams, oracle_answer, read
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually, until_interrupted
@@ -29,7 +29,7 @@ def serves(cluster):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["decode-0", "prefill-0", "router", "redis"])
 def test_a_killed_process_is_replaced(cluster, name):
-    right = eventually(lambda: serves(cluster))
+    right = eventually(lambda: serves(cluster), within_s=60)
     streams = Streams(cluster, [f"request {number}" for number in range(8)], tokens=2, **LONG)
     pid = cluster.kill(name)
     if name == "router":
@@ -41,17 +41,17 @@ def test_a_killed_process_is_replaced(cluster, name):
         with cluster.client() as client:
             for number in (0, 1):
                 assert client.generate(f"request {number}", **LONG).tokens == answers[number].tokens
-    eventually(lambda: serves(cluster), within_s=30)
+    eventually(lambda: serves(cluster), within_s=60)
     assert serves(cluster) == right
     cluster.wait_replaced(name, pid)
-    eventually(cluster.all_free)
+    eventually(cluster.all_free, within_s=30)
 
 
 def test_an_answer_with_accepted_proposals_survives_the_death_of_its_decode_worker(cluster):
     """The oracle's answer is computed without speculation. Two likely letters make a text that repeats itself."""
     sampling = {"max_tokens": 600, "temperature": 0.7, "seed": 5, "ignore_eos": True}
     right = oracle_answer(b"repeated", **sampling, logit_bias=((97, 12.0), (98, 12.0)))
-    eventually(lambda: serves(cluster), within_s=30)
+    eventually(lambda: serves(cluster), within_s=60)
     bias = {97: 12.0, 98: 12.0}
     with cluster.client() as client, client.stream("repeated", **sampling, logit_bias=bias) as stream:
         read(stream, 50)
@@ -59,14 +59,19 @@ def test_an_answer_with_accepted_proposals_survives_the_death_of_its_decode_work
         answer = stream.collect()
     assert tuple(answer.tokens) == right
     cluster.wait_replaced("decode-0", pid)
-    load = eventually(lambda: cluster.loads()["decode-0"])
-    assert 0 < load.accepted_tokens < load.speculated_tokens
-    eventually(cluster.all_free)
+
+    def speculated():
+        load = cluster.loads().get("decode-0")
+        return load and load.accepted_tokens > 0 and load
+
+    load = eventually(speculated, "the replacement's report", within_s=60)
+    assert load.accepted_tokens < load.speculated_tokens
+    eventually(cluster.all_free, within_s=30)
 
 
 def test_a_stream_survives_its_router(cluster):
     """The SDK resumes the stream at the router's replacement. The decode worker has continued it since."""
-    eventually(lambda: serves(cluster), within_s=30)
+    eventually(lambda: serves(cluster), within_s=60)
     with cluster.client() as client:
         expected = client.generate("a survivor", **LONG)
     http = cluster.state().http
@@ -84,7 +89,7 @@ def test_a_stream_survives_its_router(cluster):
         return stream.resumed > 0
 
     until_interrupted(attempt)
-    eventually(cluster.all_free)
+    eventually(cluster.all_free, within_s=30)
     with OpenAI(base_url=f"http://{http}/v1", api_key="none", max_retries=8, timeout=scaled(30)) as openai:
         (model,) = openai.models.list()
     assert model.id == "oracle", "HTTP is served at the same address, too"
@@ -94,7 +99,7 @@ def test_a_stream_survives_its_router(cluster):
 @pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
 def test_a_worker_that_is_told_to_stop_hands_over(cluster, name):
     """SIGTERM loses nothing, no attempt counts as failed, and the next worker continues."""
-    eventually(lambda: serves(cluster), within_s=30)
+    eventually(lambda: serves(cluster), within_s=60)
     with cluster.client() as client:
         expected = client.generate("handed over", **LONGER)
 
@@ -113,7 +118,7 @@ def test_a_worker_that_is_told_to_stop_hands_over(cluster, name):
         until_interrupted(attempt)
     else:
         assert not attempt()
-    eventually(cluster.all_free)
+    eventually(cluster.all_free, within_s=30)
 
 
 def test_a_killed_supervisor_takes_all_with_it_and_one_sigint_drains(module_home):
@@ -124,7 +129,7 @@ def test_a_killed_supervisor_takes_all_with_it_and_one_sigint_drains(module_home
     state = orphans.state()
     assert len(state.processes) == 4
     os.kill(state.supervisor.pid, signal.SIGKILL)
-    eventually(lambda: all(is_zombie(process.pid) for process in state.processes.values()))
+    eventually(lambda: not any(identity.process() for identity in state.processes.values()), within_s=30)
     done = module_home.baton("status", "--name", "orphans")
     assert done.returncode == 4
     # A new cluster may have the killed one's name, despite its leftovers.
@@ -141,5 +146,5 @@ def _one_sigint_drains(running):
             next(stream)
             os.kill(running.state().supervisor.pid, signal.SIGINT)
             assert 1 + sum(len(delta.tokens) for delta in stream) == 200
-        eventually(lambda: not running.processes(), within_s=20)  # the state is deleted last
-        assert all(map(is_zombie, processes.values()))
+        eventually(lambda: not running.processes(), within_s=60)  # the state is deleted last
+        assert not any(identity.process() for identity in processes.values())

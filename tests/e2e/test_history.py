@@ -39,7 +39,7 @@ def test_a_history_under_load_and_kills_is_as_it_should_be(home, tmp_path):
             pid = cluster.kill(name)
             streams.join()
             cluster.wait_replaced(name, pid)
-            eventually(lambda: len(cluster.connected()) == 4)
+            eventually(lambda: len(cluster.connected()) == 4, within_s=60)
         said = cluster.home.baton("status", "--census", "--name", cluster.name, check=True).stdout
         assert said.count("held: no handoff") == 4
     report = check([folder])

@@ -76,5 +76,5 @@ def test_a_benchmark_that_is_ended_leaves_nothing():
         assert len(started) > 2, "router and workers at least"
         benchmark.terminate()
         assert benchmark.wait(scaled(60)) == 128 + signal.SIGTERM
-    _, alive = psutil.wait_procs(started, timeout=0)
+    _, alive = psutil.wait_procs(started, timeout=scaled(10))
     assert not alive

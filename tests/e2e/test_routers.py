@@ -6,7 +6,7 @@ import signal
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from http.client import HTTPConnection, IncompleteRead
 
 import grpc
@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from baton import Client
+from baton.errors import BatonError
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.inference_pb2_grpc import InferenceStub
@@ -31,26 +32,13 @@ STREAMS = 12
 def statuses(cluster):
     found = []
     for admin in cluster.state().admins:
-        with Client(cluster.state().grpc, admin=admin, timeout=scaled(10)) as client:
+        with Client(cluster.state().grpc, admin=admin, timeout=scaled(30)) as client:
             found.append(client.cluster())
     return found
 
 
 def streams(cluster):
     return Streams(cluster, [f"stream {number}" for number in range(STREAMS)], max_retries=100, **LONG)
-
-
-@contextmanager
-def gateway(cluster, log):
-    """Run `baton gateway` in front of the routers and yield its address."""
-    args = ("gateway", "-c", "configs/no-ray.yaml", "--target", cluster.state().grpc, "--log", log)
-    process = cluster.home.start(*args, "--set", "router.http=127.0.0.1:0", "--set", "log.format=json")
-    try:
-        eventually(lambda: log.exists() and "gateway_started" in log.read_text(), within_s=30)
-        yield json.loads(log.read_text().splitlines()[-1])["http"]
-    finally:
-        process.kill()
-        process.wait()
 
 
 def right(body):
@@ -64,7 +52,7 @@ def kill_the_busiest(cluster):
     running = [status.running for status in statuses(cluster)]
     name = ("router", "router-1")[running.index(max(running))]
     pid = cluster.kill(name)
-    return lambda: (cluster.wait_replaced(name, pid), eventually(lambda: both_serve(cluster), within_s=30))
+    return lambda: (cluster.wait_replaced(name, pid), eventually(lambda: both_serve(cluster), within_s=60))
 
 
 def read_events(answer, events, begun):
@@ -104,7 +92,8 @@ def returning(address, body, begun):
 
 
 def both_serve(cluster):
-    return all(cluster.state().admins) and len(statuses(cluster)) == 2
+    with suppress(BatonError):  # not yet
+        return all(cluster.state().admins) and len(statuses(cluster)) == 2
 
 
 def test_both_serve_at_one_address(cluster):
@@ -124,7 +113,7 @@ def test_connections_spread(cluster):
     own = [("grpc.use_local_subchannel_pool", 1)]  # otherwise equal channels of one process share a connection
     for _ in range(24):
         with grpc.insecure_channel(cluster.state().grpc, options=own) as channel:
-            list(InferenceStub(channel).Generate(request, timeout=scaled(10)))
+            list(InferenceStub(channel).Generate(request, timeout=scaled(60)))
     assert all(status.finished for status in statuses(cluster)), "one had nothing to do"
     shown = cluster.status()
     assert shown["finished"] + shown["other_routers"][0]["finished"] >= 24
@@ -134,7 +123,7 @@ def test_no_call_fails_while_one_is_told_to_stop(cluster):
     with Load(cluster, draw_jobs(random.Random(6)), 6, clients=4, loyal=True) as load:
         load.settle(20)
         cluster.wait_replaced("router", cluster.kill("router", signal.SIGTERM))
-        eventually(lambda: both_serve(cluster), within_s=30)
+        eventually(lambda: both_serve(cluster), within_s=60)
         load.settle()
 
 
@@ -146,7 +135,7 @@ def test_one_goes_on_for_the_other(cluster):
         for number in (0, STREAMS - 1):
             assert client.generate(f"stream {number}", **LONG).tokens == answers[number].tokens
     cluster.wait_replaced("router-1", pid)
-    eventually(lambda: both_serve(cluster), within_s=30)
+    eventually(lambda: both_serve(cluster), within_s=60)
     eventually(cluster.all_free)
     assert cluster.home.baton("status", "--census", "--name", cluster.name, check=True)
 
@@ -172,7 +161,8 @@ def test_streams_through_a_gateway_outlive_a_router(cluster, tmp_path, count):
         replaced()
         return cluster.log("decode-0").count("handoff_parked") - parked >= count / 2
 
-    with gateway(cluster, tmp_path / "log") as address, ThreadPoolExecutor(count) as pool:
+    gateway = cluster.home.gateway(cluster.state().grpc, tmp_path / "log")
+    with gateway as (_, address), ThreadPoolExecutor(count) as pool:
         client = openai.OpenAI(base_url=f"http://{address}/v1", api_key="none", max_retries=0, timeout=scaled(60))
         until_interrupted(attempt)
 

@@ -23,6 +23,7 @@ from tests.support.waiting import eventually, until_interrupted
 
 pytestmark = pytest.mark.slow
 PROMPT = "zebra-quartz-7781"
+ENDS = ("_finished", "_pushed", "_aborted")  # of the last events of a request in each process
 
 
 @pytest.fixture(scope="module")
@@ -102,8 +103,8 @@ def test_no_secret_is_anywhere(cluster, files, alice, as_admin):
     lines = [line for text in texts.values() for line in text.splitlines() if '"request_finished"' in line]
     tenants = {found["request_id"]: found["tenant"] for found in map(json.loads, lines)}
     assert tenants[answer.request_id] == "alice"
-    for pid in cluster.processes().values():
-        texts[f"command line of {pid}"] = Path(f"/proc/{pid}/cmdline").read_text()
+    for name, identity in cluster.processes().items():
+        texts[f"command line of {name}"] = Path(f"/proc/{identity.pid}/cmdline").read_text()
     for place, text in {**texts, "config show": shown}.items():
         for secret in secrets:
             assert secret not in text, f"{secret} is in {place}"
@@ -114,8 +115,15 @@ def test_the_life_of_a_request_is_in_the_logs(cluster, alice):
     answer = alice.generate(PROMPT, max_tokens=4, temperature=0)
     assert (len(answer.tokens), answer.placement.transport) == (4, "grpc")
     request_id = answer.request_id
-    said = cluster.home.baton("logs", "--name", cluster.name, "--request", request_id, check=True).stdout
-    lines = [json.loads(line) for line in said.splitlines()]
+
+    def ended():
+        """Return the lines when all processes have written theirs, which the answer does not wait for."""
+        said = cluster.home.baton("logs", "--name", cluster.name, "--request", request_id, check=True).stdout
+        lines = [json.loads(line) for line in said.splitlines()]
+        ends = {line["process"].partition("-")[0] for line in lines if line["event"].endswith(ENDS)}
+        return lines if ends == {"router", "prefill", "decode"} else None
+
+    lines = eventually(ended, "each process's last line", within_s=60)
     assert {line["request_id"] for line in lines} == {request_id}
     assert sorted(line["timestamp"] for line in lines) == [line["timestamp"] for line in lines]
     steps = {(line["process"].partition("-")[0], line["event"].partition("_")[2]) for line in lines}
@@ -127,7 +135,7 @@ def test_the_life_of_a_request_is_in_the_logs(cluster, alice):
         ("prefill", "prefill"),
         *(("decode", step) for step in ("reserved", "offered", "committed", "finished")),
     }
-    whole = cluster.home.baton("logs", "--name", cluster.name, "--since", "10m", check=True).stdout.splitlines()
+    whole = cluster.home.baton("logs", "--name", cluster.name, "--since", "1h", check=True).stdout.splitlines()
     processes = {json.loads(line)["process"] for line in whole}
     assert processes == {"supervisor", "redis", "router", "prefill-0", "decode-0"}
 

@@ -78,7 +78,6 @@ def _the_whole_worker_is_replaced_when_one_of_its_ranks_dies(cluster, alone):
     (struck,) = followers(cluster)["prefill-0"]
     worker = struck.ppid()
     struck.kill()
-    eventually(lambda: not psutil.pid_exists(worker), within_s=10)
     cluster.wait_replaced("prefill-0", worker)
     eventually(lambda: "prefill-0" in cluster.connected(), within_s=60)
     assert answers(cluster) == alone

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,17 +18,18 @@ from baton import Client
 from baton.cli.cluster.launch import down
 from baton.cli.inspect.block_census import look
 from baton.cli.target import Admins
-from baton.cluster.state_dir import ClusterState, StateFolder
+from baton.cluster.state_dir import ClusterState, ProcessId, StateFolder
 from tests.support.compiled_kernels import share_kernels
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 HANDED_OVER = "router.local_prefill=never"  # decode workers compute no prompts while prefill workers exist
+LEASE_S = 30
 FREE_PORTS = tuple(f"router.{listener}=127.0.0.1:0" for listener in ("grpc", "admin", "metrics", "http"))
 
 
-@dataclass
+@dataclass(frozen=True)
 class Home:
     """A separate `$BATON_HOME` and the command line in it."""
 
@@ -45,6 +47,24 @@ class Home:
         """Start `baton ARGS`. Its output is text. It handles the signal `heeds` even under nohup."""
         prefix = [] if heeds is None else ["env", f"--default-signal={heeds.name.removeprefix('SIG')}"]
         return subprocess.Popen([*prefix, *command(*args)], **self._here(), stderr=subprocess.STDOUT)
+
+    @contextmanager
+    def gateway(self, target: str, log: Path) -> Iterator[tuple[subprocess.Popen, str]]:
+        """Run `baton gateway` in front of `target`, and yield the process and its address. Its events are in `log`."""
+        options = ("--set", "router.http=127.0.0.1:0", "--set", "log.format=json")
+        process = self.start("gateway", "-c", "configs/no-ray.yaml", "--target", target, "--log", log, *options)
+
+        def started() -> list[str]:
+            assert process.poll() is None, process.communicate()[0]
+            lines = log.read_text().split("\n")[:-1] if log.exists() else []
+            return [line for line in lines if '"gateway_started"' in line]
+
+        try:
+            (line,) = eventually(started, "the gateway has started", within_s=60)
+            yield process, json.loads(line)["http"]
+        finally:
+            process.kill()
+            process.wait()
 
     def baton(
         self, *args: object, timeout: float = 120, check: bool = False, **options: Any
@@ -88,19 +108,21 @@ class Home:
 
     @contextmanager
     def cluster(self, config="configs/no-ray.yaml", *sets, name=""):
-        """Run a cluster, `name` if there are several. Then stop it, and check that nothing is left."""
-        sets = (*sets, f"name={name}") if name else sets
+        """Run a cluster, `name` if there are several. Then stop it, and check that nothing is left. Its leases outlast
+        a machine that stalls. A test of frozen processes sets a shorter one.
+        """
+        sets = (f"ledger.lease_s={LEASE_S}", *sets, *[f"name={name}"] * bool(name))
         options = [part for item in (*FREE_PORTS, *sets) for part in ("--set", item)]
         self.baton("up", "-c", config, *options, "--detach", check=True)
         running = ClusterProcess(self, name or Path(config).stem)
-        pids = running.processes()
+        started = set(running.processes().values())
         try:
             yield running
         finally:
-            pids |= running.processes()
+            started |= set(running.processes().values())
             if running.processes():  # the test may have ended it already
                 self._down(running.name)
-        left = {name: pid for name, pid in pids.items() if psutil.pid_exists(pid) and not is_zombie(pid)}
+        left = [process for identity in started if (process := identity.process())]
         assert not left, f"still running after down: {left}"
         folder, kept = self.path / running.name, ["lock", "logs", "up.out"]
         eventually(lambda: sorted(path.name for path in folder.iterdir()) == kept)
@@ -124,13 +146,19 @@ class ClusterProcess:
         assert found is not None, self.home.logs()
         return found
 
-    def processes(self) -> dict[str, int]:
+    def processes(self) -> dict[str, ProcessId]:
+        """Return the processes by name, without the supervisor. Unlike ids, identities are not reused."""
         state = StateFolder(self.name, self.home.path).read_state()
-        return {} if state is None else {f"{n}:{p.pid}": p.pid for n, p in state.processes.items()}
+        return {} if state is None else state.processes
 
     def pid(self, process: str) -> int:
         """Return the pid of the named process. Wait for it if the supervisor is replacing the process."""
-        return eventually(lambda: self.state().processes.get(process), within_s=30).pid
+
+        def running() -> ProcessId | None:
+            found = self.state().processes.get(process)
+            return found if found and found.process() else None
+
+        return eventually(running, f"{process} runs", within_s=60).pid
 
     def kill(self, process: str, number: signal.Signals = signal.SIGKILL) -> int:
         """Send the signal to the named process. Return its pid."""
@@ -139,7 +167,7 @@ class ClusterProcess:
         return pid
 
     def wait_replaced(self, process: str, pid: int, within_s: float = 60.0) -> None:
-        eventually(lambda: self.pid(process) != pid, within_s=within_s)
+        eventually(lambda: self.pid(process) != pid, f"another {process} runs", within_s=within_s)
 
     def client(self, **options) -> Client:
         state = self.state()
