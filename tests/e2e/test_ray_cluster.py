@@ -16,7 +16,7 @@ import pytest
 import redis
 
 from baton.ledger.embedded_redis import EmbeddedRedis
-from tests.support.cluster_process import ROOT, ClusterProcess, is_zombie
+from tests.support.cluster_process import LEASE_S, ROOT, ClusterProcess, is_zombie
 from tests.support.load import Job, Load, oracle_answer
 from tests.support.processes_of_cluster import RayNodes
 from tests.support.time_factor import scaled
@@ -89,7 +89,7 @@ def nodes(tmp_path_factory):
 class Many:
     """The cluster of one test. Labels place its workers on nodes."""
 
-    def __init__(self, nodes, folder):
+    def __init__(self, nodes, folder, lease_s=LEASE_S):
         self.nodes = nodes
         self.file = folder / "many.yaml"
         self.file.write_text(f"""
@@ -100,7 +100,7 @@ ray: {{address: "{nodes.address}"}}
 router: {{grpc: "127.0.0.1:0", metrics: "127.0.0.1:0"}}
 prefill: {{device: cpu, threads: 1, kv_memory: 8MiB, node_labels: {{role: prefill}}}}
 decode: {{device: cpu, threads: 1, kv_memory: 8MiB, node_labels: {{role: decode}}}}
-ledger: {{lease_s: 3, heartbeat_s: 0.5}}
+ledger: {{lease_s: {lease_s}, heartbeat_s: 0.5}}
 """)
 
     def baton(self, *args):
@@ -118,7 +118,7 @@ ledger: {{lease_s: 3, heartbeat_s: 0.5}}
 
     def pids(self):
         """Return the pids of prefill-0 and decode-0 when both are ready."""
-        eventually(lambda: self._states() == {"prefill-0": "ready", "decode-0": "ready"}, within_s=60)
+        eventually(lambda: self._states() == {"prefill-0": "ready", "decode-0": "ready"}, within_s=120)
         (prefill,), (decode,) = self.nodes.actors("prefill"), self.nodes.actors("decode")
         return prefill, decode
 
@@ -127,21 +127,21 @@ ledger: {{lease_s: 3, heartbeat_s: 0.5}}
 
     def replaced(self, name, pid):
         """Wait until the node's only actor is another process and the old one has ended."""
-        eventually(lambda: len(now := self.nodes.actors(name)) == 1 and pid not in now, within_s=60)
+        eventually(lambda: len(now := self.nodes.actors(name)) == 1 and pid not in now, within_s=120)
         assert is_zombie(pid)
 
     def controller(self):
         """Return the controller's pid."""
-        return eventually(lambda: list(self.nodes.actors("head")), within_s=60)[0]
+        return eventually(lambda: list(self.nodes.actors("head")), within_s=120)[0]
 
 
 @pytest.fixture
 def many(nodes, tmp_path):
-    running = Many(nodes, tmp_path)
+    running = Many(nodes, tmp_path, lease_s=scaled(6))  # a frozen worker is missed after one and a half leases
     running.baton()
     yield running
     running.baton("--stop")
-    eventually(nodes.no_actors)
+    eventually(nodes.no_actors, within_s=60)
 
 
 @pytest.mark.sample(1, of="a Ray cluster of three nodes")
@@ -193,7 +193,7 @@ def test_a_head_that_is_started_again(nodes, home, tmp_path, monkeypatch):
             nodes.start_head()
             assert many.controller() != controller
             assert many.pids() == before
-            eventually(lambda: cluster.pid("controller"), within_s=60)
+            eventually(lambda: cluster.pid("controller"), within_s=120)
             load.settle()
         os.kill(before[1], signal.SIGKILL)
         many.replaced("decode", before[1])
@@ -213,4 +213,4 @@ def test_what_cannot_live_without_an_embedded_redis_ends_with_it(nodes, home, tm
     home.baton("up", "-c", many.file, "--set", "redis.url=embedded", "--detach", check=True)
     assert all(nodes.actors(name) for name in nodes.nodes)
     os.kill(ClusterProcess(home, "many").state().supervisor.pid, signal.SIGKILL)
-    eventually(nodes.no_actors, within_s=30)
+    eventually(nodes.no_actors, within_s=60)
