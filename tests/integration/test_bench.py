@@ -18,6 +18,7 @@ from baton.cli.exit_codes import exit_code
 from tests.integration.access_support import TOKENS, tls_of, token_file
 from tests.integration.gateway_support import Alone, tokens
 from tests.support.clients import Talking, run, serving, soon
+from tests.support.time_factor import scaled
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--prompt-tokens", 8, "--max-tokens", 3)
@@ -100,7 +101,7 @@ async def test_an_open_loop_sends_at_its_times_and_writes_what_it_saw(server: Ta
 
 async def test_what_would_be_too_many_at_once_is_not_sent(server: Talking, tmp_path: Path):
     trace = traced(tmp_path, *[{"prompt": "hang"}] * 5)
-    args = ("--trace", trace, "--rate", 1000, "--max-in-flight", 2, "--timeout", 1, "--json")
+    args = ("--trace", trace, "--rate", 1000, "--max-in-flight", 2, "--timeout", scaled(2), "--json")
     done = await run("bench", "--target", server.address, *args)
     assert json.loads(done.stdout)["errors"] == {"NotSent": 3, "DeadlineExceeded": 2}
     assert len(server.requests) == 2

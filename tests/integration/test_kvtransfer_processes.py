@@ -130,11 +130,11 @@ def test_a_receiver_killed_mid_push_and_its_successor(start, over, prefills) -> 
 
 
 def test_a_frozen_receiver_is_given_up_by_the_deadline(receiver: Receiver, prefills) -> None:
-    prefill = prefills(deadline_s=scaled(1.0))
+    prefill = prefills(deadline_s=scaled(2.0))
     receiver.ask(reserve={"r": [1], "s": [2], "t": [3]})
     prefill.reports.done(prefill.push("r", 4, [1], receiver.ref))
     receiver.send_signal(signal.SIGSTOP)
-    prefill.reports.failed(prefill.push("s", 4, [1], receiver.ref), ChannelBroken, timeout=scaled(4))
+    prefill.reports.failed(prefill.push("s", 4, [1], receiver.ref), ChannelBroken, timeout=scaled(20))
     receiver.send_signal(signal.SIGCONT)
     prefill.reports.done(prefill.push("t", 4, [1], receiver.ref))  # the channel recovers
     assert receiver.ask()["commits"] == ["r", "t"]

@@ -160,7 +160,7 @@ async def test_a_lost_redis_is_a_ledger_error_and_its_return_is_noticed(tmp_path
 
 async def test_a_frozen_redis_is_asked_once_and_answers_do_not_get_mixed_up(tmp_path, monkeypatch):
     """A retried call opens a new connection."""
-    monkeypatch.setattr("baton.ledger.redis_client.SOCKET_TIMEOUT_S", scaled(0.3))
+    monkeypatch.setattr("baton.ledger.redis_client.SOCKET_TIMEOUT_S", scaled(1.0))
     with EmbeddedRedis.start(tmp_path) as server:
         client = raw(server)
         ledger = await opened(server.url)

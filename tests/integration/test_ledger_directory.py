@@ -138,7 +138,7 @@ async def test_the_stream_is_bounded_and_a_reader_that_was_away_longer_reads_the
 
 async def test_blocks_of_a_dead_worker_expire_and_those_of_a_live_one_go_with_its_lease(ledger, server):
     dead, live = await registered(ledger, "prefill-0"), await registered(ledger, "prefill-1")
-    ttl_s = scaled(0.4)  # longer than the first look
+    ttl_s = scaled(1.0)  # longer than the first look
     last, log = PrefixPublisher(ledger, dead.ref, ttl_s=ttl_s), PrefixPublisher(ledger, live.ref, ttl_s=ttl_s)
     for one in (last, log):
         one.note(DIGESTS[:3])

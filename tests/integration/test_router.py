@@ -276,7 +276,7 @@ async def test_cancel_releases_both_workers_in_every_state(cluster, state, how):
 
 @pytest.mark.parametrize("state", STATES)
 async def test_the_callers_deadline_holds_in_every_state(make, state):
-    cluster = await make(max_request_s=scaled(0.3))
+    cluster = await make(max_request_s=scaled(1.0))  # the state is reached before
     with pytest.raises(errors.DeadlineExceeded):
         await cluster.answer(await at(cluster, state))
     await released(*cluster.workers)
@@ -286,7 +286,7 @@ async def test_the_callers_deadline_holds_in_every_state(make, state):
 async def test_a_grpc_deadline_is_carried(cluster):
     cluster.decode[0].close("decode")
     with pytest.raises(errors.DeadlineExceeded):
-        await cluster.generate(timeout=0.3)
+        await cluster.generate(timeout=scaled(1.0))  # it arrives before
     await until(lambda: cluster.idle and cluster.router.context.sinks.outcomes["failed"] == 1, "released and counted")
 
 

@@ -112,7 +112,7 @@ async def test_whatever_is_heard_of_both_in_one_breath(make, said, again):
 
 @pytest.mark.parametrize("silent", ["reserve", "fence"])
 async def test_a_decode_worker_that_does_not_answer_is_lost(make, silent, monkeypatch):
-    monkeypatch.setattr("router.request.attempt._ANSWER_S", scaled(0.2))
+    monkeypatch.setattr("router.request.attempt._ANSWER_S", scaled(1.0))
     cluster = await make()
     [prefill], [decode] = cluster.prefill, cluster.decode
     if silent == "reserve":

@@ -58,6 +58,7 @@ redis: {{url: '{redis}'}}
 prefill: {{device: cpu, threads: 1, kv_memory: 32MiB, max_batched_tokens: {chunk}}}
 decode: {{device: cpu, threads: 1, kv_memory: 32MiB}}
 transfer: {{transport: shm}}
+ledger: {{lease_s: 60}}
 """
 
 

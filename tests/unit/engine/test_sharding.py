@@ -51,7 +51,7 @@ def folder(folder_of):
     return folder_of(KV_HEADS)
 
 
-def exchanges(size, capacity, *, timeout_s=20.0, alive=lambda: None):
+def exchanges(size, capacity, *, timeout_s=120.0, alive=lambda: None):
     memory = mmap.mmap(-1, SharedExchange.nbytes(size, capacity))
     return [SharedExchange(memory, rank, size, capacity, timeout_s, alive) for rank in range(size)]
 

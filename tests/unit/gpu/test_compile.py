@@ -149,6 +149,7 @@ def test_sampling(capability: int, tmp_path: Path):
     assert "div.rn.f32" in edge.asm["ptx"], "distances must be rounded as on a CPU"
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.sample(1)  # `make chaos` runs all cases of its matrices
 def test_each_kernel_equals_its_torch_reference(seed, request):
     """Runs tests/unit/gpu/kernels under Triton's interpreter in a separate process, because it is chosen at import."""

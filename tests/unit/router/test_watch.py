@@ -19,6 +19,7 @@ from router.activity import KEPT, REPEAT_S, ActivityRecorder, EventFeed, LastMin
 from router.request.observer import ChoiceObserver, RequestObserver
 from router.request.traces import Trace, Traces, Track
 from router.status import RouterStatus, SingleFlight
+from tests.unit.router.fakes import virtual
 
 SPEC = SequenceSpec((0,) * 100, Sampling(max_tokens=9))
 
@@ -237,6 +238,7 @@ def test_a_request_does_not_end_before_it_began_though_the_clock_was_set_back(cl
 
 
 @pytest.mark.parametrize("left_s", [-1, 0, 0.02])
+@virtual
 async def test_nothing_is_waited_for_that_would_make_an_answer_late(trace, left_s):
     trace.tracks[0].expect_report()
     async with asyncio.timeout(0.3):

@@ -59,8 +59,8 @@ def test_slots_are_as_promised(pairs: Pairs) -> None:
 
 @pytest.mark.slow
 def test_an_idle_channel_has_no_deadline(pairs: Pairs, seed: int) -> None:
-    ends, data = pairs(deadline_s=scaled(0.3)), frames(seed, 6)
-    time.sleep(scaled(0.4))  # longer than the deadline of a real socket, which must not apply to an idle channel
+    ends, data = pairs(deadline_s=scaled(0.6)), frames(seed, 6)
+    time.sleep(scaled(0.7))  # longer than the deadline of a real socket, which must not apply to an idle channel
     assert all(map(torch.equal, pairs.carry(ends, data, 1), data))
 
 

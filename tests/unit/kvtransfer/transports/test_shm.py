@@ -201,7 +201,7 @@ def test_a_receiver_turns_strangers_away_and_still_meets_its_sender(pool, monkey
 
 
 def test_neither_end_takes_one_of_another_user(pool, monkeypatch) -> None:
-    stranger = Stranger(pool, deadline_s=0.5)
+    stranger = Stranger(pool, deadline_s=scaled(1.0))
     keys = mute()
     keys.deliver("unix", stranger.value)
     mine = os.geteuid()
