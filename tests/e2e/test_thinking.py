@@ -114,10 +114,9 @@ def test_deterministic(client):
         pytest.param("prefill", True, marks=pytest.mark.chaos),
     ],
 )
-def test_a_worker_dies_in_mid_answer(cluster, client, worker, while_decoding):
+def test_a_worker_dies_in_mid_answer(cluster, client, worker, while_decoding, seed):
     """A decode worker dies after a random number of tokens, or the prefill worker dies."""
-    rng = random.Random(seed := random.randrange(2**32))
-    print(f"seed {seed}")
+    rng = random.Random(seed)
     prompt = f"{SENTENCE} heads. " * 6 + SENTENCE
     options = {"max_tokens": 600, "ignore_eos": True, "think_while_decoding": while_decoding, **GREEDY}
     right = alone(prompt, 600, True, while_decoding)
