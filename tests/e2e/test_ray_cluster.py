@@ -64,12 +64,16 @@ class LoopbackNodes(RayNodes):
     def stop(self) -> None:
         for name in reversed(list(self.nodes)):
             self.kill(name)
+        try:  # a process that a node was just starting ends without it
+            eventually(lambda: not self.left(), "all processes of Ray have ended", within_s=30)
+        finally:
+            for one in self.left():
+                one.kill()
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def left(self) -> list[psutil.Process]:
         ours = str(self.folder)
-        left = [one for one in psutil.process_iter(["cmdline"]) if ours in " ".join(one.info["cmdline"] or ())]
-        for one in left:
-            one.kill()
-        shutil.rmtree(self.folder)
-        assert not left
+        return [one for one in psutil.process_iter(["cmdline"]) if ours in " ".join(one.info["cmdline"] or ())]
 
 
 @pytest.fixture(scope="module")

@@ -77,7 +77,7 @@ def test_the_check_sees_what_is_unsafe_and_nothing_else(source: str):
 
 def test_no_fork_runs_python_before_it_starts_a_program():
     """In a process with threads of gRPC such a child often dies before its program starts, and `Popen` raises nothing:
-    116 of 3,607 starts beside four busy channels of grpcio 1.85.1 did (2026-11-28).
+    116 of 3,607 starts next to four busy channels of grpcio 1.85.1 did (2026-11-28).
     """
     found = [
         f"{path.relative_to(ROOT)}:{node.value.lineno}"
