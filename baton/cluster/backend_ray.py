@@ -33,7 +33,7 @@ from baton.errors import BatonError, Cancelled, NoWorker
 
 LOCAL = "local"
 CONNECT_S = 5.0
-START_ATTEMPTS = 2  # of a local Ray
+START_ATTEMPTS = 3  # of a local Ray
 SERVER = "gcs_server"  # the first process of a local Ray
 OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum is 75 MB; Baton stores nothing in it
 
@@ -55,7 +55,7 @@ def namespace(cluster: str) -> str:
 def start_local(scratch: Callable[[], Path], cluster: str, gpus: int) -> Any:
     """Start a Ray with `gpus` GPUs that ends with this process, and return the module `ray`. `scratch` creates its
     folder, with a short path because the folder holds unix sockets (107 bytes). Ray waits 30 s for its first server
-    and does not notice that server's death, so a failed start is repeated once. Raises StartError, Cancelled.
+    and does not notice that server's death, so a failed start is repeated. Raises StartError, Cancelled.
     """
     os.environ.update(LOCAL_ENVIRONMENT)
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)

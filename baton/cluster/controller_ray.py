@@ -129,8 +129,8 @@ HEAD = {"node:__internal_head__": 0.001}  # any head node: a node id would not s
 WATCH_S = 2.0
 ANSWER_S = 5.0
 CHILD_WAIT_S = 5.0  # for Ray; then the child ends and is restarted
-LOST_S = 20.0  # without an answer; Ray restarts a controller within seconds
-ENSURE_S = 60.0
+LOST_S = 60.0  # without an answer; Ray starts a controller within seconds, on a loaded machine within 20
+ENSURE_S = 180.0
 DETACH_S = 10.0  # for a child to end when its controller is detached
 UNBOUNDED = 10**9
 

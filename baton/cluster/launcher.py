@@ -32,7 +32,7 @@ READY_POLL_S = 0.02
 SERVING_S = 120.0  # connecting takes a second; a stalled machine needs longer
 LISTENERS = ("grpc", "admin", "metrics", "http")
 MORE_S = 1.0  # beyond router.drain_s, for a router to end
-STOP_S = 5.0
+STOP_S = 10.0
 REDIS_RETRY_S = 1.0
 REDIS_GIVE_UP_S = 60.0  # until restarts of Redis are given up: another process may have taken the port
 

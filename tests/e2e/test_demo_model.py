@@ -241,14 +241,14 @@ def test_requests_flow_on_its_page_until_it_is_told_to_stop(home):
         assert b"<title>" in page.read()
     assert any(count >= 2 + ENOUGH for count in finished_of(address))
     demo.send_signal(signal.SIGINT)
-    rest, _ = demo.communicate(timeout=scaled(60))
+    rest, _ = demo.communicate(timeout=scaled(90))
     assert demo.returncode == 0, rest
 
 
 @demo
 def test_ray_has_nothing_to_say_at_its_end(home):
     demo = home.start("demo")
-    said, _ = demo.communicate(timeout=scaled(120))
+    said, _ = demo.communicate(timeout=scaled(240))
     assert demo.returncode == 0, said
     _, answered, end = said.partition("can vary widely")  # before, a loaded machine may have started Ray twice
     assert answered, said

@@ -11,7 +11,7 @@ import pytest
 
 from baton.cluster import backend_ray
 from baton.cluster.backend_process import StartError
-from baton.cluster.backend_ray import ASK_S, SERVER, SILENT_S, RayPlacement, connect, start_local
+from baton.cluster.backend_ray import ASK_S, SERVER, SILENT_S, START_ATTEMPTS, RayPlacement, connect, start_local
 from baton.cluster.gpus import GpuAssignment, with_devices
 from baton.config import ClusterConfig, config_from_json
 from baton.core import Role
@@ -331,6 +331,6 @@ def test_a_local_ray_that_fails_to_start_is_started_once_more(ray, tmp_path):
     ],
 )
 def test_a_ray_that_does_not_start_is_an_error_that_names_the_key(ray, tmp_path, begin, failure, error):
-    ray.failures = [failure] * 2
+    ray.failures = [failure] * START_ATTEMPTS
     with pytest.raises(error, match=r"ray\.address|Ray was starting"):
         begin(tmp_path)
