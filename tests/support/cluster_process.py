@@ -26,6 +26,7 @@ from tests.support.waiting import eventually
 ROOT = Path(__file__).parents[2]
 HANDED_OVER = "router.local_prefill=never"  # decode workers compute no prompts while prefill workers exist
 LEASE_S = 30
+PATIENT = (f"ledger.lease_s={LEASE_S}", "router.queue.max_wait_s=120")
 FREE_PORTS = tuple(f"router.{listener}=127.0.0.1:0" for listener in ("grpc", "admin", "metrics", "http"))
 
 
@@ -109,9 +110,9 @@ class Home:
     @contextmanager
     def cluster(self, config="configs/no-ray.yaml", *sets, name=""):
         """Run a cluster, `name` if there are several. Then stop it, and check that nothing is left. Its leases outlast
-        a machine that stalls. A test of frozen processes sets a shorter one.
+        a machine that stalls, and requests wait for workers that start slowly. A test of frozen processes sets others.
         """
-        sets = (f"ledger.lease_s={LEASE_S}", *sets, *[f"name={name}"] * bool(name))
+        sets = (*PATIENT, *sets, *[f"name={name}"] * bool(name))
         options = [part for item in (*FREE_PORTS, *sets) for part in ("--set", item)]
         self.baton("up", "-c", config, *options, "--detach", check=True)
         running = ClusterProcess(self, name or Path(config).stem)
