@@ -60,7 +60,8 @@ async def test_a_request_is_shown_where_it_is(make, state):
         call.cancel()
 
 
-async def test_what_was_counted(cluster):
+async def test_what_was_counted(make):
+    cluster = await make(slo_ttft_s=60.0, slo_itl_s=60.0)
     async with Watching(cluster) as watching:
         await watching.next()
         await cluster.generate(max_tokens=8)

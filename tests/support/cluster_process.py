@@ -68,7 +68,7 @@ class Home:
             process.wait()
 
     def baton(
-        self, *args: object, timeout: float = 120, check: bool = False, **options: Any
+        self, *args: object, timeout: float = 200, check: bool = False, **options: Any
     ) -> subprocess.CompletedProcess[str]:
         """Run `baton ARGS` and return the finished process. Its output is text."""
         options |= {"stderr": subprocess.PIPE, "timeout": scaled(timeout)}
