@@ -82,7 +82,7 @@ class Home:
         return [process for process in psutil.process_iter() if home_of(process) == str(self.path)]
 
     @contextmanager
-    def swept(self, within_s=10.0):
+    def swept(self, within_s=30.0):
         """Kill the processes of this home that outlive the block. Raises AssertionError with their command lines."""
         try:
             yield self
