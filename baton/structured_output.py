@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from functools import cached_property, lru_cache
 from math import lcm
@@ -23,7 +23,9 @@ from baton.limits import (
     MAX_GRAMMAR_OPERATORS,
     MAX_GRAMMAR_PARTS,
     MAX_GRAMMAR_RULES,
+    MAX_NAME_PATTERNS,
     MAX_SCHEMA_MULTIPLE,
+    MAX_SCHEMA_PARTS,
     MAX_SCHEMA_PATTERNS,
 )
 from baton.tokenizer import Tokenizer
@@ -37,6 +39,7 @@ COMPILED = 64  # grammars that are kept
 # Between JSON tokens, unless the schema differs (`x-guidance`): confused models would write only whitespace.
 _WHITESPACE = " ?"
 _MAX_REASON_CHARS = 300
+_COMPLEX = "it is too complex"
 # Limits of llguidance for grammars of clients. It holds the GIL, also in steps of a worker. The time of a parser state
 # rises with the square of its items if many parts may be empty, and a mask with the states that it visits.
 # Measured on an AMD EPYC on 2026-11-27, with a vocabulary of 32,000 and these limits and MAX_GRAMMAR_PARTS: the worst
@@ -47,12 +50,15 @@ _GRAMMAR_LIMITS: dict[str, Any] = {
     "max_items_in_row": 6_000,  # of a state. The default, 2,000, breaks 5,000 alternatives after their first token
     "step_max_items": 10_000,  # of the states of one mask; a fifth of the default
 }
+# A state of 2,000 properties has 8,007 items. Its mask took 60 ms of CPU on an AMD EPYC on 2026-11-28.
+_SCHEMA_LIMITS: dict[str, Any] = {"max_items_in_row": 10_000}
 # A text, a comment, or another part of a grammar in Lark's syntax.
 _PARTS = re.compile(r'"(?:\\.|[^"\\\n])*"|(?://|#)[^\n]*|(/(?:\\.|[^/\\])+/|[\w-]+|[?*+~(\[{])')
 _MAX_PLACES = 20
 # Keywords without schemas that apply.
 _NO_SCHEMAS = frozenset({"$defs", "definitions", "const", "enum", "default", "examples"})
 _NAMED_SCHEMAS = frozenset({"properties", "patternProperties"})
+_PART_KEYS = "properties", "anyOf", "oneOf"
 _PATTERN_KEYS = frozenset({"pattern", "format"})
 _IN_SLASHES = re.compile(r"\\.|[/\n]", re.DOTALL)
 _BASE_KEYS = frozenset({"$id", "id"})  # with these, references do not start at the root
@@ -116,7 +122,7 @@ class Grammars:
     def _compile(self, constraint: Constraint) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
-        given = _GRAMMAR_LIMITS if constraint.kind == "grammar" else {}
+        given = _GRAMMAR_LIMITS if constraint.kind == "grammar" else _SCHEMA_LIMITS
         limits = LLParserLimits(verbose_errors=False, **given)  # errors are logged; requested text never is
         grammar = _grammar(constraint)
         if constraint.after:
@@ -129,7 +135,16 @@ class Grammars:
         first.fill(allowed := np.zeros(first.words, dtype=np.int32))
         if not allowed.any():
             raise constraint.refused("no text can match it, or it is too complex")
+        if constraint.kind == "json_schema" and self._breaks_within(matcher.deep_copy()):
+            raise constraint.refused(_COMPLEX)
         return matcher
+
+    def _breaks_within(self, matcher: LLMatcher) -> bool:
+        """Return whether an object cannot go on after its beginning. Merged schemas have more parts than the text."""
+        matcher.try_consume_tokens(self._tokenizer.tokenize_str("{"))
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        return matcher.is_error()
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
@@ -178,6 +193,9 @@ def _grammar(constraint: Constraint) -> str:
     if _common_multiple(schema) > MAX_SCHEMA_MULTIPLE:
         raise constraint.refused(f"multipleOf: their least common multiple must be at most {MAX_SCHEMA_MULTIPLE}")
     _check_patterns(constraint, schema)
+    for found, most, words in _counts(schema):
+        if found > most:
+            raise constraint.refused(f"{words}: at most {most}, got {found}")
     try:
         return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": _WHITESPACE})
     except ValueError as error:
@@ -234,12 +252,26 @@ def _in_slashes(found: re.Match[str]) -> str:
     return {"/": r"\/", "\n": r"\n"}.get(found[0], found[0])
 
 
+def _items(schema: object) -> Iterator[object]:
+    """Yield `schema` and all objects, lists and values in it."""
+    todo = [schema]
+    while todo:
+        yield (item := todo.pop())
+        todo += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+
+
+def _counts(schema: object) -> Iterator[tuple[int, int, str]]:
+    """Yield what costs much in a state of a parser: its number, its maximum, and its keywords."""
+    found = [item for item in _items(schema) if isinstance(item, dict)]
+    for keys, most in ((_PART_KEYS, MAX_SCHEMA_PARTS), (("patternProperties",), MAX_NAME_PATTERNS)):
+        values = [item.get(key) for item in found for key in keys]
+        yield sum(len(value) for value in values if isinstance(value, dict | list)), most, ", ".join(keys)
+
+
 def _common_multiple(schema: object) -> int:
     """Return the least common multiple of all `multipleOf`, in units of their finest place: llguidance's states."""
-    found, todo = set[Decimal](), [schema]
-    while todo:
-        item = todo.pop()
-        todo += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+    found = set[Decimal]()
+    for item in _items(schema):
         value = item.get("multipleOf") if isinstance(item, dict) else None
         if isinstance(value, int | float) and value:
             found.add(abs(Decimal(repr(value + 0))).normalize())
@@ -261,10 +293,8 @@ def _check_patterns(constraint: Constraint, schema: dict[str, Any]) -> None:
 
 def _patterns_of_one_text(schema: dict[str, Any]) -> int:
     """Return how many patterns and formats a text must match at most; all of them if references may not resolve."""
-    found, todo, plain = set[tuple[str, str]](), [schema], True
-    while todo:
-        item: Any = todo.pop()
-        todo += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+    found, plain = set[tuple[str, str]](), True
+    for item in _items(schema):
         strings = {} if not isinstance(item, dict) else {k: v for k, v in item.items() if isinstance(v, str)}
         found |= {(name, strings[name]) for name in _PATTERN_KEYS & strings.keys()}
         plain = plain and (item is schema or not _BASE_KEYS & strings.keys())
@@ -313,6 +343,8 @@ def _target(reference: str, node: Any) -> Any:
 
 def _reason(text: str) -> str:
     """Return the first line with a parser's error, or else the first line."""
+    if text.startswith("panic"):
+        return _COMPLEX
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     found = next((line for line in lines if line.startswith("error:")), lines[0] if lines else "cannot be parsed")
     return found.removeprefix("error:").strip()[:_MAX_REASON_CHARS]

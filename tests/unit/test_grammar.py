@@ -165,6 +165,18 @@ PATTERNS = [  # nine that meet: with twenty-five the router would search for hou
     {"items": {"$id": "x", "$defs": {"a": {"allOf": NINE}}, "$ref": "#/$defs/a"}},
 ]
 DEEP = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(1200)} | {"d1200": {"allOf": NINE}}
+# Each alternative is an object of 101 properties, which are not in the text of the schema.
+MERGED = {
+    "$defs": {"d": {"properties": {f"k{i}": {} for i in range(100)}}},
+    "anyOf": [
+        {"type": "object", "allOf": [{"$ref": "#/$defs/d"}], "properties": {"k": {"const": i}}} for i in range(50)
+    ],
+}
+CHOSEN = {
+    "type": "object",
+    "properties": {str(i): {} for i in range(150)},
+    "anyOf": [{"required": [f"{i}"]} for i in range(150)],
+}
 WRONG = [
     (schema({"type": "objct"}), "Invalid type: objct"),
     (schema([1]), "must be a JSON object"),
@@ -182,6 +194,13 @@ WRONG = [
     *((schema(many), "pattern, format: at most 8 together") for many in PATTERNS),
     (schema({"$defs": DEEP, "$ref": "#/$defs/d0"}), "its nesting or its references are too deep"),
     (schema({"$ref": "#"}), "no text can match it"),
+    (
+        schema({"properties": {str(i): {} for i in range(2001)}}),
+        "properties, anyOf, oneOf: at most 2000, got 2001",
+    ),
+    (schema({"patternProperties": {f"^a{i}_": {} for i in range(65)}}), "patternProperties: at most 64, got 65"),
+    (schema(MERGED), "it is too complex"),
+    (schema(CHOSEN), "it is too complex"),
     (Constraint("json_schema", ("{",)), "must be a JSON object"),
     (Constraint("json_schema", ('{"allOf": [' * 3000 + "{}" + "]}" * 3000,)), "must be a JSON object"),
     (Constraint("json_schema", ('{"allOf": [' * 300 + "{}" + "]}" * 300,)), "recursion limit exceeded"),
@@ -244,6 +263,9 @@ def test_the_largest_that_may_be_asked_for_are_compiled(oracle):
     oracle.check(grammar("start: A\nA: " + "&".join(f"/.*w{i}.*/" for i in range(9))))
     names = {f"n{i}": {"type": "string", "pattern": f"^[a-z]{{{i},9999}}$"} for i in range(1000)}
     oracle.check(schema({"type": "object", "properties": names}))
+    for keys in (500, 2000):  # any value
+        wide = schema({"type": "object", "properties": {f"n{i}": {} for i in range(keys)}})
+        assert after(oracle, wide, '{"n3":[1],"n400":{"b":2},"x":3}').complete, keys
 
 
 def test_numbers_may_be_multiples(oracle):

@@ -72,6 +72,8 @@ CAPS: tuple[Cap, ...] = (
         _REFUSED,
     ),
     Cap("`pattern` and `format` of a schema for one string", limits.MAX_SCHEMA_PATTERNS, "in total", _REFUSED),
+    Cap("properties and alternatives of a schema", limits.MAX_SCHEMA_PARTS, "in total", _REFUSED),
+    Cap("`patternProperties` of a schema", limits.MAX_NAME_PATTERNS, "in total", _REFUSED),
     Cap("`constraint.regex`", limits.MAX_REGEX_BYTES, "bytes", _REFUSED),
     Cap("`constraint.grammar`", limits.MAX_GRAMMAR_BYTES, "bytes", _REFUSED),
     Cap("`constraint.grammar`, characters `&` and `~`", limits.MAX_GRAMMAR_OPERATORS, "", _REFUSED),
