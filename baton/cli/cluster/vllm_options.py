@@ -22,10 +22,34 @@ MISSING = (
     " --return-tokens-as-token-ids --num-gpu-blocks-override --prefix-caching-hash-algo --preemption-mode"
     " --disable-sliding-window --data-parallel-size-local --data-parallel-rank --data-parallel-address"
     " --disable-custom-all-reduce --kv-events-config --logits-processors --num-scheduler-steps --rope-theta"
+    " --decode-context-parallel-size -dcp --prefill-context-parallel-size -pcp --data-parallel-start-rank -dpn -dpr"
+    " -dpl -dpa --data-parallel-rpc-port -dpp --data-parallel-backend -dpb --data-parallel-hybrid-lb -dph -dpe"
+    " --data-parallel-external-lb --master-addr --master-port --nnodes -n --node-rank -r --enable-eplb --eplb-config"
+    " --all2all-backend --expert-placement-strategy --enable-dbo --ubatch-size --max-parallel-loading-workers"
+    " --ray-workers-use-nsight --worker-cls --worker-extension-cls --scheduler-cls --stream-interval --convert"
+    " --attention-config -ac --kernel-config --optimization-level --performance-mode --additional-config -asc"
+    " --moe-backend --cuda-graph-sizes --cudagraph-capture-sizes --max-cudagraph-capture-size --max-seq-len-to-capture"
+    " --disable-cascade-attn --disable-hybrid-kv-cache-manager --calculate-kv-scales --kv-sharing-fast-prefill"
+    " --mamba-cache-dtype --mamba-ssm-cache-dtype --mamba-block-size --mamba-cache-mode --kv-offloading-size"
+    " --kv-offloading-backend --kv-cache-dtype-skip-layers --max-num-partial-prefills --max-long-partial-prefills"
+    " --num-lookahead-slots --use-v2-block-manager --pooler-config --override-pooler-config --io-processor-plugin"
+    " --skip-tokenizer-init --enable-prompt-embeds --hf-config-path --allowed-local-media-path --allowed-media-domains"
+    " --enable-mm-embeds --media-io-kwargs --mm-processor-cache-gb --mm-processor-cache-type --mm-encoder-tp-mode"
+    " --mm-encoder-attn-backend --disable-mm-preprocessor-cache --interleave-mm-strings --skip-mm-profiling"
+    " --language-model-only --video-pruning-rate --enable-multimodal-encoder-data-parallel --disable-chunked-mm-input"
+    " --enable-lora-bias --lora-extra-vocab-size --lora-dtype --max-cpu-loras --fully-sharded-loras --default-mm-loras"
+    " --long-lora-scaling-factors --ec-transfer-config --show-hidden-metrics-for-version --kv-cache-metrics"
+    " --cudagraph-metrics --enable-mfu-metrics --enable-layerwise-nvtx-tracing --safetensors-load-strategy"
+    " --model-loader-extra-config --ignore-patterns --use-tqdm-on-load --pt-load-map-location --profiler-config"
+    " --enable-ssl-refresh --ssl-ciphers --h11-max-header-count --h11-max-incomplete-event-size --log-error-stack"
+    " --enable-log-deltas --disable-frontend-multiprocessing --tokens-only --enable-offline-docs"
+    " --reasoning-parser-plugin --trust-request-chat-template"
 )
 THERE = {
     "--model": "the first word, as in baton serve MODEL",
     "--revision": "MODEL@REVISION",
+    "--tokenizer-revision": "MODEL@REVISION",
+    "--code-revision": "never: no code of a checkpoint runs",
     "--download-dir": "the environment variable HF_HOME",
     "--gpu-memory-utilization": BOTH.format("kv_memory=SIZE"),
     "--kv-cache-memory-bytes": BOTH.format("kv_memory=SIZE"),
@@ -50,12 +74,21 @@ THERE = {
     "--ssl-certfile": "--set security.tls=FOLDER",
     "--ssl-keyfile": "--set security.tls=FOLDER",
     "--ssl-ca-certs": "--set security.tls=FOLDER",
+    "--ssl-cert-reqs": "--set security.tls=FOLDER",
     "--otlp-traces-endpoint": "--set tracing.otlp=URL",
+    "--collect-detailed-traces": "--set tracing.otlp=URL",
     "--disable-log-requests": "prompts are never logged; --set log.level=warning",
+    "--enable-log-outputs": "answers are never logged",
     "--enable-log-requests": "--set log.level=debug; prompts are never logged",
     "--uvicorn-log-level": "--set log.level=LEVEL",
     "--seed": "the field seed of each request",
     "--enable-auto-tool-choice": "always on",
+    "--exclude-tools-when-tool-choice-none": "always on",
+    "--enable-tokenizer-info-endpoint": "/tokenize and /v1/models are always on",
+    "--enable-request-id-headers": "always on: the header x-request-id",
+    "--enable-force-include-usage": "the field stream_options.include_usage of each request",
+    "--logprobs-mode": "always raw_logprobs",
+    "--device-ids": "--device cuda:N",
     "--tool-call-parser": "found in the chat template, or --set router.tool_parser=NAME",
     "--structured-outputs-config": "always llguidance",
     "--max-logprobs": "always 20",
@@ -80,7 +113,9 @@ THERE = {
     "--root-path": NONE,
     **dict.fromkeys(MISSING.split(), NONE),
 }
-LIKE_OWN = re.compile(r"-(cc|dp)((\.[^=]*)?=.*)?", re.DOTALL)  # click would find Baton's -c and -d
+# Click would find Baton's -c and -d in these, or report a part of one.
+_SHORT = "|".join(name for name in THERE if re.fullmatch("-[a-z]{2,}", name))
+LIKE_OWN = re.compile(rf"({_SHORT})((\.[^=]*)?=.*)?", re.DOTALL)
 
 
 class ServeCommand(TyperCommand):
