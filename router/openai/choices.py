@@ -204,10 +204,11 @@ def _delta(index: int, added: Json) -> Json:
 def _chat_logprobs(scored: Sequence[Scored] | None) -> Json | None:
     if scored is None:
         return None
-    content = [
-        _entry(each.token, each.logprob) | {"top_logprobs": [_entry(token, value) for token, value in each.top]}
-        for each in scored
-    ]
+    content = []
+    for each in scored:
+        own, best = _entry(each.token, each.logprob), [_entry(token, value) for token, value in each.top]
+        found = not best or each.token in [token for token, _ in each.top]  # without alternatives, none were requested
+        content.append(own | {"top_logprobs": best if found else [*best, own]})
     return {"content": content, "refusal": None}
 
 

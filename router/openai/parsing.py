@@ -39,6 +39,7 @@ NEUTRAL_FIELDS: Mapping[type[BaseModel], Mapping[str, tuple[object, ...]]] = {
         "best_of": (1,),
         "documents": (),
         "echo": (False,),
+        "include_reasoning": (True,),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "audio": (),

@@ -32,6 +32,14 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     tags: ClassVar[frozenset[str]] = frozenset()  # kinds of items, which pydantic adds to the places of mistakes
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unknown_nulls(cls, value: object) -> object:
+        """Omit unknown fields that are null: clients send the defaults of all fields of other servers."""
+        if not isinstance(value, dict) or None not in value.values():
+            return value
+        return {name: each for name, each in value.items() if each is not None or name in cls.model_fields}
+
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 _CHOICE = 'must be none, auto, required, or {"type": "function", "function": {"name": ...}}'
@@ -196,6 +204,9 @@ class StructuredOutputs(Body):
     json_object: Literal[True] | None = None
     grammar: str | None = None
     structural_tag: None = None
+    disable_fallback: Literal[False] | None = None
+    disable_any_whitespace: Literal[False] | None = None
+    disable_additional_properties: Literal[False] | None = None
 
     @model_validator(mode="after")
     def _is_one(self) -> StructuredOutputs:
@@ -221,7 +232,14 @@ class Common(Body):
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], AfterValidator(_by_id)] | None = None
     user: str | None = None
-
+    # hints of OpenAI's API, which change no token
+    metadata: dict[str, str] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    # extensions
     top_k: Int32 | None = None
     min_p: float | None = None
     min_tokens: Int32 | None = None
@@ -382,13 +400,6 @@ class ChatBody(Common):
     tools: Annotated[list[Tool], Field(max_length=MAX_HTTP_TOOLS)] | None = None
     tool_choice: Annotated[Any, AfterValidator(_tool_choice), WithJsonSchema({"type": ["string", "object"]})] = None
     parallel_tool_calls: bool | None = None
-    # hints of OpenAI's API, which change no token
-    metadata: dict[str, str] | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
-    store: bool | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
     # vLLM's
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None

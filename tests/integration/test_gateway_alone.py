@@ -264,6 +264,8 @@ async def test_the_sampled_token_is_among_the_best(gateway):
     gateway.plays(tokens(0, 0, [1], " dog", [entry]), finished(), completed())
     done = await gateway.complete(logprobs=1)
     assert done.choices[0].logprobs.top_logprobs == [{"cat": -1.0, " dog": -9.0}]
+    (found,) = (await gateway.chat(logprobs=True, top_logprobs=1)).choices[0].logprobs.content
+    assert [(top.token, top.logprob) for top in found.top_logprobs] == [("cat", -1.0), (" dog", -9.0)]
 
 
 def part(start: int, *ids: int) -> dict[str, Any]:

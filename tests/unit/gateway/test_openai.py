@@ -237,7 +237,9 @@ NEUTRAL = {
     "bad_words": [],
     "best_of": 1,
     "echo": False,
+    "include_reasoning": True,
     "length_penalty": 1.0,
+    "mm_processor_kwargs": None,
     "prompt_logprobs": None,
     "spaces_between_special_tokens": True,
     "use_beam_search": False,
@@ -247,6 +249,20 @@ NEUTRAL = {
 @pytest.mark.parametrize("field", [*HINTS, *NEUTRAL])
 def test_fields_without_effect_are_taken(field):
     assert chat_job(chat(**{field: (HINTS | NEUTRAL)[field]})).requests == chat_job(chat()).requests
+    hint = {name: value for name, value in HINTS.items() if name == field}
+    assert completion_job(read(**hint)).requests == completion_job(read()).requests
+
+
+def test_defaults_of_fields_within_fields_are_taken():
+    said = {"role": "assistant", "content": "x", "provider_specific_fields": None}
+    plain = [{"role": "assistant", "content": "x"}]
+    assert chat_job(chat(messages=[said])).requests == chat_job(chat(messages=plain)).requests
+    names = "disable_fallback", "disable_any_whitespace", "disable_additional_properties"
+    regex = dict.fromkeys(names, False) | {"regex": "a", "whitespace_pattern": None}
+    assert completion_job(read(structured_outputs=regex)).requests == completion_job(read(guided_regex="a")).requests
+    function = {"name": "f", "parameters": {"properties": {"a": {"default": None}}}}
+    [tool] = chat(tools=[{"type": "function", "function": function}]).tools
+    assert tool.function.parameters == function["parameters"]
 
 
 @pytest.mark.parametrize(("field", "value"), [("length_penalty", 2.0), ("echo", True), ("use_beam_search", True)])
