@@ -6,7 +6,7 @@ import sys
 
 from baton.cli.exit_codes import exit_code
 from baton.cli.importing import uncollected
-from baton.errors import BatonError, ConfigError
+from baton.errors import BatonError, ConfigError, Unauthenticated
 
 
 def main() -> None:
@@ -17,7 +17,8 @@ def main() -> None:
 
         app()
     except BatonError as error:
-        sys.stderr.write(f"baton: {type(error).__name__}: {error}\n")
+        advice = "; commands take it from BATON_TOKEN" if isinstance(error, Unauthenticated) else ""
+        sys.stderr.write(f"baton: {type(error).__name__}: {error}{advice}\n")
         sys.exit(exit_code(error))
     except PermissionError as error:  # of another user's cluster, for example
         sys.stderr.write(f"baton: ConfigError: {error.filename}: {error.strerror}\n")

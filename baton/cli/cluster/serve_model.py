@@ -155,6 +155,7 @@ def _ready(state: ClusterState, config: ClusterConfig, seconds: float, *, keyed:
     asked = {"messages": [{"role": "user", "content": PROMPT}]} if chats else {"prompt": PROMPT}
     body = json.dumps({"model": config.model.name, **asked, "max_tokens": 32})
     path, header = ("chat/completions" if chats else "completions"), f' -H "authorization: Bearer ${KEY_VARIABLE}"'
+    lines += [f"  export {KEY_VARIABLE}=...  # the key"] * (keyed and KEY_VARIABLE not in os.environ)
     lines += [
         f"  curl -s {http}/v1/{path}{header * keyed} -H 'content-type: application/json' \\",
         f"    -d '{body}'",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from baton.limits import MAX_HTTP_TOOLS
 from router.openai.schema import Body, CalledName, Int32
@@ -127,20 +127,19 @@ class CountBody(Body):
     thinking: dict[str, Any] | None = None  # a hint without effect: the model and its template decide
     output_config: OutputConfig | None = None
 
-    @field_validator("messages")
-    @classmethod
-    def _results_have_calls(cls, turns: list[Turn]) -> list[Turn]:
+    @model_validator(mode="after")
+    def _results_have_calls(self) -> CountBody:
         called = set[str]()
-        for place, turn in enumerate(turns):
+        for place, turn in enumerate(self.messages):
             for number, block in enumerate(turn.content):
                 if isinstance(block, ToolUse):
                     called.add(block.id)
                 elif isinstance(block, ToolResult) and block.tool_use_id not in called:
-                    where = f"[{place}].content[{number}].tool_use_id"
+                    where = f"messages[{place}].content[{number}].tool_use_id"
                     raise ValueError(f"{where}: must be the id of a tool_use in an earlier message")
-        if any(isinstance(block, ToolUse) for block in turns[-1].content):
-            raise ValueError("the last one must not have a tool_use: send its tool_result too")
-        return turns
+        if any(isinstance(block, ToolUse) for block in self.messages[-1].content):
+            raise ValueError("messages: the last one must not have a tool_use: send its tool_result too")
+        return self
 
 
 class MessagesBody(CountBody):

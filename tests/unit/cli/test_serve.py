@@ -225,6 +225,10 @@ def test_the_page_and_the_answers_are_about_the_same_options():
 def test_the_announcement_can_be_used(serve, tmp_path, monkeypatch):
     text = serve(DEMO, "--api-key", "k").announced
     assert 'curl -s http://127.0.0.1:4/v1/chat/completions -H "authorization: Bearer $BATON_API_KEY"' in text
+    assert "export BATON_API_KEY=..." in text
+    monkeypatch.setenv("BATON_API_KEY", "k")
+    assert "export" not in serve(DEMO).announced
+    monkeypatch.delenv("BATON_API_KEY")
     body = json.loads(text.partition("-d '")[2].partition("'")[0])
     assert (body["model"], body["messages"][0]["role"]) == ("demo", "user")
     assert 'base_url="http://127.0.0.1:4/v1", api_key=os.environ["BATON_API_KEY"]' in text
