@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -34,6 +35,7 @@ READY_FD = "BATON_READY_FD"
 PARENT = "BATON_PARENT_PID"
 PR_SET_PDEATHSIG = 1
 LOG_TAIL_LINES = 6
+USUAL = re.compile(r'"level": "(?:info|debug)"')  # of a line of a log in JSON
 FULL_BYTES = 4096  # a file system with less space is full
 BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 STABLE_S = 30.0
@@ -272,13 +274,18 @@ def stop_all(children: Sequence[Child], grace_s: float) -> None:
 
 
 def tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
-    """Return a log's last lines, indented for an error message; from the process's own last error on, if it has one."""
+    """Return a log's last lines but those without a fault, indented for an error message; from the process's own last
+    error on, if it has one.
+    """
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return "    (no log)"
-    last = text.strip().splitlines()[-lines:]
+    written = text.strip().splitlines()
+    last = [line for line in written if not USUAL.search(line)][-lines:]
     words = [number for number, line in enumerate(last) if line.startswith("baton: ")]
+    if written and not last:
+        return f"    (its log has no error: {path})"
     if not last:
         full = shutil.disk_usage(path.parent).free < FULL_BYTES
         reason = f", because the disk of {path} is full" if full else ""

@@ -199,6 +199,11 @@ def test_tail_of_a_log(tmp_path):
     assert tail(file, 2) == "    98\n    99"
     file.write_text('{"event": "config"}\nbaton: ConfigError: a\nbaton: ConfigError: b\nc\n')
     assert tail(file) == "    baton: ConfigError: b\n    c"
+    usual = '{"event": "model_loading", "percent": 0, "level": "info", "timestamp": "x"}\n'
+    file.write_text(usual * 2)
+    assert tail(file) == f"    (its log has no error: {file})"
+    file.write_text(f"{usual}killed\n{usual}" * 9)
+    assert tail(file, 2) == "    killed\n    killed"
 
 
 @pytest.mark.parametrize(
