@@ -316,11 +316,14 @@ def _joined(value: object) -> object:
     """Join text parts with newlines, as vLLM does for templates that expect a string. Raises ValueError."""
     if not isinstance(value, list):
         return value
-    if not all(isinstance(part, dict) and set(part) == {"type", "text"} and part["type"] == "text" for part in value):
+    parts = [
+        {name: each for name, each in part.items() if each is not None} for part in value if isinstance(part, dict)
+    ]
+    if len(parts) < len(value) or any(set(part) != {"type", "text"} or part["type"] != "text" for part in parts):
         raise ValueError('parts must be {"type": "text", "text": ...}; other kinds are not supported')
-    if not all(isinstance(part["text"], str) for part in value):
+    if not all(isinstance(part["text"], str) for part in parts):
         raise ValueError("the text of a part must be a string")
-    return "\n".join(part["text"] for part in value)
+    return "\n".join(part["text"] for part in parts)
 
 
 class Message(Body):
