@@ -29,6 +29,7 @@ PAGE_OF |= dict.fromkeys(("soak-soak", "soak-control"), "faults") | {
     "kv_int8": "kv_int8",
     "engine-dtypes": "engine",
     "quantized-quality": "quantized",
+    "revisions": "engine",
 }
 PAGE_OF |= dict.fromkeys(("determinism-levels", "determinism-agreement"), "determinism")
 slow = pytest.mark.slow
@@ -69,6 +70,7 @@ RUNS: dict[str, tuple[tuple[str, ...], int]] = {  # options, and how many ratios
     "flashdecoding": (("--tiny", "--levels", "avx2", "--dtypes", "fp32"), 18),
     "determinism": ((*TINY, "--requests", "16", "--answer", "8"), 3),
     "engine": (("--quick", *TINY, "--threads", "1", "--sizes", "L", "--points", "P512,B1@128", "--peers", "none"), 2),
+    "revisions": ((*TINY, "--before", "HEAD", "--families", "llama,deepseek_v3"), 6),  # a clone may lack older ones
     "sampling": (("--quick", "--rounds", "1"), 8),
     "traces": (("--tiny",), 20),
     "transfer": (("--quick", "--tiny", "--rounds", "2", "--sizes", "1,64", "--prompts", "512,2048"), 5),
@@ -93,7 +95,9 @@ def test_a_program_measures_what_it_says(program: str, tmp_path: Path) -> None:
     text, last = run(program, *options, *folders)
     assert len(measured(last["ratios"])) >= least, last["ratios"]
     assert min(value for value in last["ratios"].values() if value is not None) >= 0
-    assert program not in {"engine", "transfer"} or "the figures mean nothing" in text, "of a toy model"
+    toys = {"engine", "revisions", "transfer"}
+    assert program not in toys or "the figures mean nothing" in text, "of a toy model"
+    assert program != "revisions" or [line.split()[-2] for line in text.splitlines() if " bf16 " in line] == 6 * ["yes"]
 
 
 @slow
