@@ -95,7 +95,7 @@ class ModelConfig:
 
     def names_in(self, contains: Callable[[str], bool]) -> Names:
         """Return the names of tensors in a checkpoint, which `contains` some."""
-        return self.spec.names.found_in(contains) if self.wrapped else self.spec.names
+        return (self.spec.names.found_in if self.wrapped else self.spec.names.saved_in)(contains)
 
     @property
     def unread(self) -> tuple[str, ...]:

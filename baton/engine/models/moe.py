@@ -72,6 +72,8 @@ class Router:
     def __init__(self, config: ModelConfig, experts: ExpertsConfig, parts: Parts, name: str) -> None:
         self.experts, names = experts, config.spec.names
         shape, gate = (experts.count, config.hidden_size), f"{name}.{names.router}"
+        if f"{gate}.weight" not in parts.weights.checkpoint and f"{name}.router.weight" in parts.weights.checkpoint:
+            gate = f"{name}.router"  # as transformers 5 writes it
         # The precision of transformers, so that near ties have the same winner.
         self.dtype = torch.float32 if experts.float32_router else parts.weights.dtype
         if experts.float32_router:
@@ -116,6 +118,9 @@ class Float32Linear:
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         return out.copy_(linear(x.float(), self.weight))
+
+
+STACKS = ("gate_up_proj", "up_proj")  # the second one of experts without gates
 
 
 class Expert(NamedTuple):
@@ -273,7 +278,7 @@ def _fused(config: ModelConfig, parts: Parts, name: str) -> tuple[str, str] | No
     block = name.removesuffix(".experts")
     found = (
         (f"{block}.{one}", f"{block}.{other}")
-        for one, other in (config.spec.names.stacked, ("experts.gate_up_proj", "experts.down_proj"))
+        for one, other in (config.spec.names.stacked, *((f"experts.{up}", "experts.down_proj") for up in STACKS))
     )
     return next((pair for pair in found if pair[0] in parts.weights.checkpoint), None)
 
@@ -281,16 +286,16 @@ def _fused(config: ModelConfig, parts: Parts, name: str) -> tuple[str, str] | No
 def _stacked(config: ModelConfig, experts: ExpertsConfig, parts: Parts, name: str) -> tuple[Tensor, Tensor]:
     """Read the weights [experts, 2 inner, hidden] and [experts, hidden, inner] from either checkpoint layout."""
     weights, (count, inner, hidden) = parts.weights, (experts.count, experts.inner, config.hidden_size)
-    fused = _fused(config, parts, name)
+    fused, outs = _fused(config, parts, name), 2 if config.spec.mlp.gated else 1
     if fused is not None:
         stored = weights.whole(inner)
         if experts.transposed:
-            gate_up = _turned(parts, fused[0], count, hidden, 2 * stored, paired=experts.paired)
+            gate_up = _turned(parts, fused[0], count, hidden, outs * stored, paired=experts.paired)
             down = _turned(parts, fused[1], count, stored, hidden, paired=False)
         else:
-            gate_up = weights.tensor(fused[0], count, 2 * stored, hidden)
+            gate_up = weights.tensor(fused[0], count, outs * stored, hidden)
             down = weights.tensor(fused[1], count, hidden, stored)
-        return weights.own(gate_up, 1, 2), weights.own(down, 2)
+        return weights.own(gate_up, 1, outs), weights.own(down, 2)
     up, down_name = _products(config, parts, name)
     ups = [tuple(f"{name}.{i}.{each}.weight" for each in up) for i in range(count)]
     downs = [f"{name}.{i}.{down_name}.weight" for i in range(count)]

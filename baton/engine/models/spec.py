@@ -164,6 +164,11 @@ class Names:
     before_mlp: str = "post_attention_layernorm"
     after_mlp: str = ""
 
+    def saved_in(self, contains: Callable[[str], bool]) -> Names:
+        """Return the names in a checkpoint, in which transformers 5 may have written `model` instead of `backbone`."""
+        embed, layers, norm = (f"model.{name.partition('.')[2]}" for name in (self.embed, self.layers, self.norm))
+        return replace(self, embed=embed, layers=layers, norm=norm) if contains(f"{embed}.weight") else self
+
     def found_in(self, contains: Callable[[str], bool]) -> Names:
         """Return the names with the prefix that a checkpoint of a model for text and images has."""
         inner = next((name for name in PREFIXES if contains(f"{name}.embed_tokens.weight")), "model")

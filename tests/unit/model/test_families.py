@@ -8,6 +8,7 @@ Rounding may decide a near tie in routing either way, so models with experts use
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -43,7 +44,7 @@ from tests.unit.model.checkpoints import (
     reload,
     wrapped_checkpoint,
 )
-from tests.unit.model.harness import Row, greedy, make_batch, poisoned_cache, prompts
+from tests.unit.model.harness import Row, check_equal, greedy, make_batch, poisoned_cache, prompts
 
 VARIANTS = DENSE | SPARSE | LATENT | NATIVE | RECURRENT
 MANY = (1, 2, 3, 15, 16, 17, 31, 33, 48, 64, 65, 90, 100, 127, 128, 150, 199, 256, 270, 300)
@@ -142,6 +143,16 @@ def assert_equals_transformers(
         # Sums of a state over all positions differ more than those of attention: up to 2e-4 in 1 of 12 seeds.
         bound = (5e-4 if variant in RECURRENT.values() else 1e-4) * max(1.0, float(logits.std()))
         torch.testing.assert_close(torch.stack([row.logits[i] for i in seen]), logits[seen], atol=bound, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("name", {each.family: name for name, each in reversed(VARIANTS.items())}.values())
+def test_another_activation_is_computed_or_rejected(name: str, tmp_path: Path):
+    """transformers uses it in other places too, such as mixers, or nowhere."""
+    oracle = VARIANTS[name].write(tmp_path, hidden_act="gelu")
+    with suppress(CheckpointError):
+        check_equal(tmp_path, oracle)
 
 
 @pytest.mark.slow
@@ -329,16 +340,19 @@ def test_layers_that_predict_further_ahead_are_not_read(tmp_path: Path):
         load_model(tmp_path)
 
 
-@pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe"])
+SAVED = "mixtral qwen3_moe v3 glm4_moe minimax_m2 lfm2_moe qwen3_next granite-hybrid-experts nemotron_h-experts"
+
+
+@pytest.mark.parametrize("variant", SAVED.split())
+@pytest.mark.sample(3)
 @pytest.mark.slow
 def test_both_layouts_of_a_checkpoint(variant: str, tmp_path):
-    """The hub's layout, one tensor per expert, and the fused one of transformers 5 give identical logits."""
-    oracle = SPARSE[variant].write(tmp_path / "hub")
+    """The hub's layout, and that of transformers 5 with stacked experts, give identical logits."""
+    oracle = VARIANTS[variant].write(tmp_path / "hub")
     oracle.save_pretrained(tmp_path / "fused", save_original_format=False)
-    found = []
-    for layout, part in (("hub", "experts.0."), ("fused", "mlp.experts.gate_up_proj")):
-        assert any(part in name for name in load_file(tmp_path / layout / "model.safetensors"))
-        found.append(greedy(load_model(tmp_path / layout), prompts((17, 33)), 4, random.Random(1)))
+    found = [greedy(load_model(tmp_path / name), prompts((17, 33)), 4, random.Random(1)) for name in ("hub", "fused")]
+    names, others = (set(load_file(tmp_path / name / "model.safetensors")) for name in ("hub", "fused"))
+    assert {name for name in others - names if "experts" in name}
     for one, other in zip(*found, strict=True):
         assert all(torch.equal(one.logits[i], other.logits[i]) for i in one.logits)
 

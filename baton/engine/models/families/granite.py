@@ -52,6 +52,7 @@ def _granite_hybrid(fields: Fields, sizes: Sizes, family: Family) -> DecoderSpec
 
 
 def _bamba(fields: Fields, sizes: Sizes, family: Family) -> DecoderSpec:
+    expect(fields, "hidden_act", "silu")  # the mixers' too
     attends = fields.integers("attn_layer_indices")
     types = tuple(common.FULL if layer in attends else _MAMBA[0] for layer in range(sizes.layers))
     spec = plain_decoder(fields, sizes, family)
