@@ -23,6 +23,7 @@ from baton.model_hub import check_file, model_folder, other_form
 from baton.tokenizer import ORACLE_MODEL, TOKENIZERS
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+OPTIONAL = {"generation_config.json", "tokenizer_config.json", "chat_template.jinja"}
 
 
 def check_model(config: ClusterConfig, gpus: Sequence[str]) -> None:
@@ -83,7 +84,7 @@ def _check_folder(folder: Path, *, weights: bool) -> None:
     if missing := [name for name in needed if name not in found]:
         raise ConfigError(f"model.path: {str(folder)!r} has no {' and no '.join(missing)}")
     try:
-        for name in needed:
+        for name in (*needed, *sorted(OPTIONAL & found)):
             check_file(folder / name)
         for name in _weight_files(folder, found) if weights else ():
             check_file(folder / name)

@@ -146,6 +146,11 @@ LFS = "version https://git-lfs.github.com/spec/v1"
         ({"config.json": "{}", "vocab.json": "", "merges.txt": ""}, {}, None),
         ({"config.json": "{}", "a.gguf": "", **NONE}, {}, "model'?: only GGUF files: .* such as a.gguf"),
         ({"config.json": "{}", "tokenizer.json": "", "model.safetensors": LFS}, {}, "model.safetensors: is a git-lfs"),
+        (
+            {"config.json": "{}", "tokenizer.json": "", "tokenizer_config.json": LFS},
+            {},
+            "tokenizer_config.json: is a git-lfs",
+        ),
         ({"config.json": "{}", "tokenizer.json": "", **NONE}, {}, r"has no model.safetensors and no .*index.json"),
         (
             {"config.json": "{}", "tokenizer.json": "", "model.safetensors": EMPTY[:-1]},
@@ -197,6 +202,7 @@ LFS = "version https://git-lfs.github.com/spec/v1"
         "another tokenizer",
         "GGUF",
         "a pointer",
+        "a pointer of a small file",
         "no weights",
         "a part of a file",
         "a missing shard",
