@@ -23,6 +23,7 @@ from baton.engine.engine import Engine
 from baton.engine.kv_cache import KVCache
 from baton.engine.models import deepseek
 from baton.engine.models.deepseek import LatentAttention, best
+from baton.engine.models.families import FAMILIES
 from baton.engine.models.llama import Step
 from baton.engine.models.loading import TransformerBackend, load_model
 from baton.engine.models.moe import SparseMLP
@@ -115,6 +116,10 @@ def _gap(ranks: torch.Tensor, chosen: int) -> torch.Tensor:
         return torch.full((len(ranks),), float("inf"))
     best = ranks.topk(chosen + 1)[0]
     return best[:, -2] - best[:, -1]
+
+
+def test_each_family_of_the_table_has_a_variant():
+    assert {variant.family for variant in VARIANTS.values()} == set(FAMILIES)
 
 
 @variants(VARIANTS)
