@@ -17,7 +17,7 @@ def main() -> None:
 
         app()
     except BatonError as error:
-        advice = "; commands take it from BATON_TOKEN" if isinstance(error, Unauthenticated) else ""
+        advice = "; commands take it from --token or BATON_TOKEN" if isinstance(error, Unauthenticated) else ""
         sys.stderr.write(f"baton: {type(error).__name__}: {error}{advice}\n")
         sys.exit(exit_code(error))
     except PermissionError as error:  # of another user's cluster, for example

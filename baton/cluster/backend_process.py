@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import re
 import select
 import shutil
 import signal
@@ -35,7 +34,6 @@ READY_FD = "BATON_READY_FD"
 PARENT = "BATON_PARENT_PID"
 PR_SET_PDEATHSIG = 1
 LOG_TAIL_LINES = 6
-USUAL = re.compile(r'"level": "(?:info|debug)"')  # of a line of a log in JSON
 FULL_BYTES = 4096  # a file system with less space is full
 BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 STABLE_S = 30.0
@@ -274,23 +272,30 @@ def stop_all(children: Sequence[Child], grace_s: float) -> None:
 
 
 def tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
-    """Return a log's last lines but those without a fault, indented for an error message; from the process's own last
-    error on, if it has one.
+    """Return a log's last lines, indented for an error message; from the process's own last error on, if it has one.
+    Events of level info and debug are left out, unless there is nothing else.
     """
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return "    (no log)"
-    written = text.strip().splitlines()
-    last = [line for line in written if not USUAL.search(line)][-lines:]
+    written = text.strip().splitlines()[-lines:]
+    last = [line for line in written if not _usual(line)] or written[-1:]
     words = [number for number, line in enumerate(last) if line.startswith("baton: ")]
-    if written and not last:
-        return f"    (its log has no error: {path})"
     if not last:
         full = shutil.disk_usage(path.parent).free < FULL_BYTES
         reason = f", because the disk of {path} is full" if full else ""
         return f"    (its log is empty{reason})"
     return "\n".join(f"    {line}" for line in last[words[-1] if words else 0 :])
+
+
+def _usual(line: str) -> bool:
+    """Return whether a line is an event in JSON of level info or debug."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(event, dict) and event.get("level") in {"info", "debug"}
 
 
 def report_ready(facts: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> None:

@@ -52,10 +52,11 @@ def namespace(cluster: str) -> str:
     return f"baton-{cluster}"
 
 
-def start_local(scratch: Callable[[], Path], cluster: str, gpus: int) -> Any:
+def start_local(scratch: Callable[[], Path], cluster: str, gpus: int, check: Callable[[], None] = lambda: None) -> Any:
     """Start a Ray with `gpus` GPUs that ends with this process, and return the module `ray`. `scratch` creates its
     folder, with a short path because the folder holds unix sockets (107 bytes). Ray waits 30 s for its first server
-    and does not notice that server's death, so a failed start is repeated. Raises StartError, Cancelled.
+    and does not notice that server's death, so a failed start is repeated. `check` raises Cancelled after a stop
+    signal. Raises StartError, Cancelled.
     """
     os.environ.update(LOCAL_ENVIRONMENT)
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
@@ -63,6 +64,7 @@ def start_local(scratch: Callable[[], Path], cluster: str, gpus: int) -> Any:
     options["num_gpus"] = gpus  # Ray itself also counts GPUs that torch cannot use
     options["_temp_dir"] = str(scratch())
     for attempt in range(1, START_ATTEMPTS + 1):
+        check()
         try:
             return _init(LOCAL, namespace=namespace(cluster), **options)
         except ConnectionError as error:

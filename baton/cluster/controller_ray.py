@@ -129,8 +129,10 @@ HEAD = {"node:__internal_head__": 0.001}  # any head node: a node id would not s
 WATCH_S = 2.0
 ANSWER_S = 5.0
 CHILD_WAIT_S = 5.0  # for Ray; then the child ends and is restarted
-LOST_S = 60.0  # without an answer; Ray starts a controller within seconds, on a loaded machine within 20
+LOST_S = 20.0  # without an answer of one that runs
+STARTS_S = 60.0  # of one that may be starting: Ray needs seconds, on a loaded machine 20
 ENSURE_S = 180.0
+DYING_S = 60.0  # in which each new controller dies
 DETACH_S = 10.0  # for a child to end when its controller is detached
 UNBOUNDED = 10**9
 
@@ -224,9 +226,9 @@ def ensure(
         except ray.exceptions.RayError as raised:  # it is starting, ending or frozen
             error = raised
         now, died = clock.monotonic(), isinstance(error, ray.exceptions.ActorDiedError)
-        if now - began > ENSURE_S:
+        if now - began > (DYING_S if died else ENSURE_S):
             raise StartError(f"the controller did not start: {type(error).__name__}: {str(error).strip()[-LONGEST:]}")
-        if died or error is None or now - asked > LOST_S:
+        if died or error is None or now - asked > STARTS_S:
             ray.kill(controller, no_restart=True)
             controller, asked = None, now
         time.sleep(POLL_S)

@@ -33,6 +33,8 @@ SERVING_S = 120.0  # connecting takes a second; a stalled machine needs longer
 LISTENERS = ("grpc", "admin", "metrics", "http")
 MORE_S = 1.0  # beyond router.drain_s, for a router to end
 STOP_S = 10.0
+REDIS_START_S = 60.0
+REDIS_RESTART_S = 10.0  # shorter, because it is repeated, and nothing else is watched meanwhile
 REDIS_RETRY_S = 1.0
 REDIS_GIVE_UP_S = 60.0  # until restarts of Redis are given up: another process may have taken the port
 
@@ -72,9 +74,9 @@ class SupervisedRedis:
         self._password = secrets.token_urlsafe(24)
         self._server = self._start()
 
-    def _start(self, port: int = 0) -> EmbeddedRedis:
+    def _start(self, port: int = 0, deadline_s: float = REDIS_START_S) -> EmbeddedRedis:
         try:
-            return EmbeddedRedis.start(self._folder, port=port, password=self._password)
+            return EmbeddedRedis.start(self._folder, deadline_s=deadline_s, port=port, password=self._password)
         except OSError as error:  # no memory or too many processes
             raise LedgerError(f"embedded Redis was not started: {error}") from None
 
@@ -98,7 +100,7 @@ class SupervisedRedis:
         if now < self._retry_at:
             return
         try:
-            self._server = self._start(self._server.port)
+            self._server = self._start(self._server.port, REDIS_RESTART_S)
         except LedgerError as error:
             if now - self._died_at > REDIS_GIVE_UP_S:
                 raise
@@ -174,6 +176,9 @@ class Supervisor:
         deadline = clock.monotonic() + SERVING_S
         while not router_serves(str(router.ready["metrics"]), workers):
             stop.check()
+            if router.pid is None:
+                raise router.failure()
+            self._control.poll()
             if clock.monotonic() > deadline:
                 text = f"the router did not find all {workers} workers in {SERVING_S:g} s"
                 raise StartError(f"{text}:\n{tail(router.spec.log)}")
@@ -228,7 +233,7 @@ class Supervisor:
         while any(router.pid is not None for router in self._routers) and waited < most and not stop.now.wait(POLL_S):
             waited += POLL_S
         stop_all(self._routers, 0.0 if stop.now.is_set() else STOP_S)
-        self._control.stop(STOP_S)
+        self._control.stop(0.0 if stop.now.is_set() else STOP_S)
 
     def _processes(self) -> dict[str, ProcessId]:
         serving = {router.spec.name: router.pid for router in self._routers if not router.starting}

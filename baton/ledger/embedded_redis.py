@@ -50,7 +50,7 @@ class EmbeddedRedis:
 
     @classmethod
     def start(
-        cls, folder: Path, *, deadline_s: float = 60.0, port: int = 0, password: str = "", binary: Path | None = None
+        cls, folder: Path, *, deadline_s: float = 10.0, port: int = 0, password: str = "", binary: Path | None = None
     ) -> EmbeddedRedis:
         """Start the server and wait until it answers, about 0.1 s; `folder` gets its log.
 

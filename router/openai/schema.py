@@ -38,7 +38,8 @@ class Body(BaseModel):
         """Omit unknown fields that are null: clients send the defaults of all fields of other servers."""
         if not isinstance(value, dict) or None not in value.values():
             return value
-        return {name: each for name, each in value.items() if each is not None or name in cls.model_fields}
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {name: each for name, each in value.items() if each is not None or name in known}
 
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
@@ -105,12 +106,18 @@ def _tool_choice(value: object) -> object:
     """Return `tool_choice` with a function as a list of its name, and other choices unchanged. Raises ValueError."""
     if value is None or value in ("none", "auto", "required"):
         return value
-    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
-    if not isinstance(value, dict) or not isinstance(function, dict) or {*value} != {"type", "function"}:
+    given = without_nulls(value)
+    function = without_nulls(given.get("function"))
+    if {*given} != {"type", "function"} or given["type"] != "function" or {*function} != {"name"}:
         raise ValueError(_CHOICE)
-    if {*function} != {"name"} or not isinstance(function["name"], str):
+    if not isinstance(function["name"], str):
         raise ValueError(_CHOICE)
     return [function["name"]]
+
+
+def without_nulls(value: object) -> dict[str, Any]:
+    """Return an object without its nulls, which count as omitted; {} for other values."""
+    return {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else {}
 
 
 def _check_choice(tools: Sequence[Tool], choice: object) -> None:
@@ -195,6 +202,9 @@ def _json_schema(value: object) -> object:
     raise ValueError("must be an object or a string")
 
 
+DefaultOff = Annotated[Literal[False] | None, AfterValidator(lambda _: None)]  # equal whether it is given or not
+
+
 class StructuredOutputs(Body):
     """vLLM's constraints of an answer's text; exactly one is set."""
 
@@ -204,9 +214,9 @@ class StructuredOutputs(Body):
     json_object: Literal[True] | None = None
     grammar: str | None = None
     structural_tag: None = None
-    disable_fallback: Literal[False] | None = None
-    disable_any_whitespace: Literal[False] | None = None
-    disable_additional_properties: Literal[False] | None = None
+    disable_fallback: DefaultOff = None
+    disable_any_whitespace: DefaultOff = None
+    disable_additional_properties: DefaultOff = None
 
     @model_validator(mode="after")
     def _is_one(self) -> StructuredOutputs:

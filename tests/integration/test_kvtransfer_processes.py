@@ -134,7 +134,7 @@ def test_a_frozen_receiver_is_given_up_by_the_deadline(receiver: Receiver, prefi
     receiver.ask(reserve={"r": [1], "s": [2], "t": [3]})
     prefill.reports.done(prefill.push("r", 4, [1], receiver.ref))
     receiver.send_signal(signal.SIGSTOP)
-    prefill.reports.failed(prefill.push("s", 4, [1], receiver.ref), ChannelBroken, timeout=scaled(20))
+    prefill.reports.failed(prefill.push("s", 4, [1], receiver.ref), ChannelBroken, timeout=scaled(8))
     receiver.send_signal(signal.SIGCONT)
     prefill.reports.done(prefill.push("t", 4, [1], receiver.ref))  # the channel recovers
     assert receiver.ask()["commits"] == ["r", "t"]
@@ -150,7 +150,7 @@ def test_a_process_that_exposes_a_pool_dies_or_freezes(receiver: Receiver, prefi
     receiver.ask(reserve={"r": [1], "s": [2], "t": [3]})
     prefill.reports.done(prefill.push("r", 4, [1], receiver.ref))
     os.kill(transport._exposed._process.pid, number)
-    prefill.reports.failed(prefill.push("s", 4, [1], receiver.ref), ChannelBroken, timeout=scaled(20))
+    prefill.reports.failed(prefill.push("s", 4, [1], receiver.ref), ChannelBroken, timeout=scaled(8))
     if number == signal.SIGSTOP:
         os.kill(transport._exposed._process.pid, signal.SIGCONT)
     prefill.reports.done(prefill.push("t", 4, [1], receiver.ref))

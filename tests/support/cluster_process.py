@@ -105,7 +105,12 @@ class Home:
         return sorted(names)
 
     def logs(self) -> str:
-        return "\n".join(f"== {file}\n{file.read_text()[-3000:]}" for file in sorted(self.path.glob("*/logs/*.log")))
+        """Return the ends of all logs, also of those that are being written or removed."""
+        texts = []
+        for file in sorted(self.path.glob("*/logs/*.log")):
+            with suppress(OSError):
+                texts.append(f"== {file}\n{file.read_text(errors='replace')[-3000:]}")
+        return "\n".join(texts)
 
     @contextmanager
     def cluster(self, config="configs/no-ray.yaml", *sets, name=""):

@@ -151,7 +151,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "controller_without_redis": (_RAY, "the controller cannot reach Redis and tries again"),
         "controller_failed": (_RAY, "a bug, with its traceback; Ray starts the controller again"),
         "controller_did_not_stop": (_SUPERVISOR, "the controller did not stop in time"),
-        "ray_not_started": ("supervisor", "a local Ray did not start; it is started once more"),
+        "ray_not_started": ("supervisor", "a local Ray did not start; it is started again, up to `attempts` times"),
         "ray_does_not_answer": (_OPERATORS, "Ray does not answer"),
         "ray_did_not_stop_its_actors": (_SUPERVISOR, "Ray did not end its actors in time"),
         "redis_died": (_SUPERVISOR, "the embedded Redis died and is started again"),

@@ -54,7 +54,7 @@ from baton.model_hub import downloaded, hub_files, model_folder, other_form, pin
 from baton.network import raise_open_files
 
 COMMAND = ("-m", "baton", "pull")
-DOWN_S = 30.0
+DOWN_S = 60.0  # for the rest of an orderly stop: routers, workers, Ray and Redis may each need their limit
 LOOK_S = 0.1  # interval of checks of ending processes
 SUPERVISOR = "supervisor"
 
@@ -174,7 +174,7 @@ def run_cluster(config: ClusterConfig, stop: Stop, ready: Callable[[ClusterState
     check_gpus(config, gpus)
     config = prepared(config, gpus, stop)
     command = [sys.executable, "-m", "baton", "router", "-c", str(folder.config)]
-    control = make_control(config, folder, gpus)
+    control = make_control(config, folder, gpus, stop)
     Supervisor(with_devices(config, gpus), folder, control, command).run(stop, ready)
 
 
@@ -187,7 +187,7 @@ def host_gpus(config: ClusterConfig) -> tuple[str, ...]:
     return visible_gpus(torch.cuda.device_count(), os.environ)
 
 
-def make_control(config: ClusterConfig, folder: StateFolder, gpus: Sequence[str]) -> Control:
+def make_control(config: ClusterConfig, folder: StateFolder, gpus: Sequence[str], stop: Stop) -> Control:
     """Return the `Control` of the workers: child processes for `ray.address: none`, otherwise Ray actors."""
 
     def worker_command(worker_id: str, role: Role) -> list[str]:
@@ -200,7 +200,7 @@ def make_control(config: ClusterConfig, folder: StateFolder, gpus: Sequence[str]
         return RemoteControl(config, command, folder.logs)
     from baton.worker.process import WorkerActor
 
-    start = partial(start_local, folder.scratch, config.name, len(gpus))
+    start = partial(start_local, folder.scratch, config.name, len(gpus), stop.check)
     given, named = partial(load_config, folder.config), GpuAssignment(config, gpus)
     return LocalControl(config, RayPlacement(given, WorkerActor, role_factories(), start, folder.logs, named=named))
 

@@ -84,7 +84,7 @@ def _check_folder(folder: Path, *, weights: bool) -> None:
     if missing := [name for name in needed if name not in found]:
         raise ConfigError(f"model.path: {str(folder)!r} has no {' and no '.join(missing)}")
     try:
-        for name in (*needed, *sorted(OPTIONAL & found)):
+        for name in (*needed, *(name for name in sorted(OPTIONAL & found) if (folder / name).is_file())):
             check_file(folder / name)
         for name in _weight_files(folder, found) if weights else ():
             check_file(folder / name)

@@ -61,7 +61,9 @@ def serve(options: ServeOptions, stop: Stop, *, detach: bool) -> None:
             sets += [f"security.tokens={_token_file(load_config(file, sets, os.environ).name, options.api_key)}"]
 
         def announce(state: ClusterState, config: ClusterConfig) -> None:
-            text = _ready(state, config, time.monotonic() - began, keyed=options.api_key is not None)
+            seconds, key = time.monotonic() - began, options.api_key
+            exported = key == os.environ.get(KEY_VARIABLE)
+            text = _ready(state, config, seconds, keyed=key is not None, exported=exported)
             down = f"`baton down --name {state.name}`"
             typer.echo(f"{text}\n{down if detach else f'Ctrl-C or {down}'} stops it.")
 
@@ -144,7 +146,7 @@ def _by_option(text: str, spelled: dict[str, str]) -> str:
     return _PRESET_LINE.sub(lambda found: f"{_OPTIONS.get(found[1], f'--set {found[1]}=...')}: ", text)
 
 
-def _ready(state: ClusterState, config: ClusterConfig, seconds: float, *, keyed: bool) -> str:
+def _ready(state: ClusterState, config: ClusterConfig, seconds: float, *, keyed: bool, exported: bool) -> str:
     """Return the addresses, a `curl` line and a snippet for the openai package."""
     sizes = sizes_text(config.prefill.replicas, config.decode.replicas)
     lines = [f"{config.model.name} is ready after {seconds:.1f} s: {sizes}", f"  gRPC  {from_here(state.grpc)}"]
@@ -155,7 +157,7 @@ def _ready(state: ClusterState, config: ClusterConfig, seconds: float, *, keyed:
     asked = {"messages": [{"role": "user", "content": PROMPT}]} if chats else {"prompt": PROMPT}
     body = json.dumps({"model": config.model.name, **asked, "max_tokens": 32})
     path, header = ("chat/completions" if chats else "completions"), f' -H "authorization: Bearer ${KEY_VARIABLE}"'
-    lines += [f"  export {KEY_VARIABLE}=...  # the key"] * (keyed and KEY_VARIABLE not in os.environ)
+    lines += [f"  export {KEY_VARIABLE}=...  # the key"] * (keyed and not exported)
     lines += [
         f"  curl -s {http}/v1/{path}{header * keyed} -H 'content-type: application/json' \\",
         f"    -d '{body}'",

@@ -115,7 +115,7 @@ THERE = {
 }
 # Click would find Baton's -c and -d in these, or report a part of one.
 _SHORT = "|".join(name for name in THERE if re.fullmatch("-[a-z]{2,}", name))
-LIKE_OWN = re.compile(rf"({_SHORT})((\.[^=]*)?=.*)?", re.DOTALL)
+LIKE_OWN = re.compile(rf"({_SHORT})(\d+|(\.[^=]*)?=.*)?", re.DOTALL)
 
 
 class ServeCommand(TyperCommand):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from baton.limits import MAX_HTTP_TOOLS
-from router.openai.schema import Body, CalledName, Int32, Seed
+from router.openai.schema import Body, CalledName, Int32, Seed, without_nulls
 
 _STORED = "not supported by this server, because it stores no responses; send the earlier items in input"
 
@@ -101,9 +101,11 @@ class ResponsesTool(Body):
 
 
 def _choice(value: Any) -> Any:
-    named = isinstance(value, dict) and {*value} == {"type", "name"} and value["type"] == "function"
-    if value in (None, "none", "auto", "required") or (named and isinstance(value["name"], str)):
+    if value in (None, "none", "auto", "required"):
         return value
+    named = without_nulls(value)
+    if {*named} == {"type", "name"} and named["type"] == "function" and isinstance(named["name"], str):
+        return named
     raise ValueError('must be none, auto, required, or {"type": "function", "name": ...}')
 
 

@@ -48,7 +48,7 @@ def ended_by(error, monkeypatch):
 def test_every_error_has_its_exit_code_and_one_message(kind, monkeypatch, capsys):
     error = InvalidRequest(Violation("a", "b")) if kind is InvalidRequest else kind("because")
     assert ended_by(error, monkeypatch) == exit_code(error) == CODES.get(kind.__name__, 1)
-    advice = "; commands take it from BATON_TOKEN" if kind is errors.Unauthenticated else ""
+    advice = "; commands take it from --token or BATON_TOKEN" if kind is errors.Unauthenticated else ""
     assert capsys.readouterr().err == f"baton: {kind.__name__}: {error}{advice}\n"
 
 

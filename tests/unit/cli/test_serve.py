@@ -192,6 +192,8 @@ def test_a_problem_with_a_value_of_the_preset_names_the_option_that_sets_it(serv
         ("-cc.level=3", "-cc: Baton has no such option"),
         ("-dpl 2", "-dpl: Baton has no such option"),
         ("-dcp=2", "-dcp: Baton has no such option"),
+        ("-dcp2", "-dcp2: Baton has no such option"),
+        ("-dp2", "-dp2: "),
         ("--no-disable-cascade-attn", "--no-disable-cascade-attn: Baton has no such option"),
         ("--device-ids 1", "--device-ids: an option of vLLM; in Baton: --device cuda:N"),
         ("-dp 2", "-dp: an option of vLLM; in Baton: --decode N"),
@@ -228,6 +230,7 @@ def test_the_announcement_can_be_used(serve, tmp_path, monkeypatch):
     assert "export BATON_API_KEY=..." in text
     monkeypatch.setenv("BATON_API_KEY", "k")
     assert "export" not in serve(DEMO).announced
+    assert "export BATON_API_KEY=..." in serve(DEMO, "--api-key", "another").announced
     monkeypatch.delenv("BATON_API_KEY")
     body = json.loads(text.partition("-d '")[2].partition("'")[0])
     assert (body["model"], body["messages"][0]["role"]) == ("demo", "user")

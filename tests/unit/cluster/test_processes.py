@@ -201,9 +201,11 @@ def test_tail_of_a_log(tmp_path):
     assert tail(file) == "    baton: ConfigError: b\n    c"
     usual = '{"event": "model_loading", "percent": 0, "level": "info", "timestamp": "x"}\n'
     file.write_text(usual * 2)
-    assert tail(file) == f"    (its log has no error: {file})"
-    file.write_text(f"{usual}killed\n{usual}" * 9)
-    assert tail(file, 2) == "    killed\n    killed"
+    assert tail(file) == f"    {usual.strip()}", "the last one, if there is nothing else"
+    file.write_text(f"old\n{usual * 6}killed\n{usual}" * 9)
+    assert tail(file, 4) == "    killed"
+    file.write_text('{"config": {"level": "info"}, "level": "error"}\n')
+    assert tail(file) == f"    {file.read_text().strip()}"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from baton.cluster import backend_ray
 from baton.cluster.backend_process import StartError
 from baton.cluster.backend_ray import ASK_S, SERVER, SILENT_S, START_ATTEMPTS, RayPlacement, connect, start_local
 from baton.cluster.gpus import GpuAssignment, with_devices
+from baton.cluster.signals import Stop
 from baton.config import ClusterConfig, config_from_json
 from baton.core import Role
 from baton.errors import Cancelled, ConfigError, NoWorker
@@ -310,9 +311,9 @@ def test_a_local_ray_keeps_to_itself(ray, tmp_path):
     assert signal.getsignal(signal.SIGTERM) is before, "our handler is put back"
 
 
-def test_a_local_ray_that_fails_to_start_is_started_once_more(ray, tmp_path):
+def test_a_local_ray_that_fails_to_start_is_started_again(ray, tmp_path):
     """Ray 2.60 waits for its first server by a file alone (`wait_for_persisted_port`), even if it is dead."""
-    ray.failures = [RuntimeError("Timed out waiting for file gcs_server_port")]
+    ray.failures = [RuntimeError("Timed out waiting for file gcs_server_port")] * (backend_ray.START_ATTEMPTS - 1)
     program = tmp_path / SERVER
     program.symlink_to(shutil.which("sleep"))
     folders = iter([tmp_path])
@@ -320,6 +321,13 @@ def test_a_local_ray_that_fails_to_start_is_started_once_more(ray, tmp_path):
         assert start_local(lambda: next(folders), "test", 0) is ray
         assert not psutil.pid_exists(partial.pid)
     assert ray.shut
+
+
+def test_a_stop_ends_the_attempts_to_start_a_local_ray(ray, tmp_path, monkeypatch):
+    ray.failures, stop = [RuntimeError("no shared memory")], Stop()
+    monkeypatch.setattr(backend_ray, "_end_partial_start", stop.drain.set)
+    with pytest.raises(Cancelled):
+        start_local(lambda: tmp_path, "test", 0, stop.check)
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_a_frozen_controller_is_replaced_and_one_that_is_being_started_is_waited
     one.said = [RayError("no answer")]
     began = clock.monotonic()
     assert ensured() is not one
-    assert clock.monotonic() - began == pytest.approx(controller_ray.LOST_S, abs=2 * controller_ray.POLL_S)
+    assert clock.monotonic() - began == pytest.approx(controller_ray.STARTS_S, abs=2 * controller_ray.POLL_S)
     ended = ensured()
     ended.said = [ActorDiedError("killed from outside")]
     began = clock.monotonic()

@@ -264,6 +264,8 @@ def test_defaults_of_fields_within_fields_are_taken():
     function = {"name": "f", "parameters": {"properties": {"a": {"default": None}}}}
     [tool] = chat(tools=[{"type": "function", "function": function}]).tools
     assert tool.function.parameters == function["parameters"]
+    named = {"type": "function", "function": {"name": "f", "description": None}, "allowed_tools": None}
+    assert chat(tools=[{"type": "function", "function": function}], tool_choice=named).tool_choice == ["f"]
 
 
 @pytest.mark.parametrize(("field", "value"), [("length_penalty", 2.0), ("echo", True), ("use_beam_search", True)])
@@ -302,6 +304,7 @@ def test_names_and_variables_of_the_template_are_passed_on():
         ({"guided_grammar": "start: A", "guided_decoding_backend": "guidance"}, "grammar", "start: A"),
         ({"structured_outputs": {"grammar": "start: A"}}, "grammar", "start: A"),
         ({"structured_outputs": {"regex": "a+"}, "guided_regex": "a+"}, "regex", "a+"),
+        ({"structured_outputs": {"regex": "a+", "disable_fallback": False}, "guided_regex": "a+"}, "regex", "a+"),
     ],
 )
 def test_constraints_of_vllm(fields, kind, value):

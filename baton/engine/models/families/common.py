@@ -57,10 +57,11 @@ def activation(fields: Fields, key: str, allowed: dict[str, str] = PLAIN) -> str
     return allowed[name]
 
 
-def expect(fields: Fields, key: str, value: Any) -> None:
-    """Reject any other value of a key than this one. An absent key is accepted."""
-    if fields.has(key) and fields.values[key] != value:
-        raise fields.error(key, f"must be {value!r} for this model, got {shown(fields.values[key])}")
+def expect(fields: Fields, key: str, *allowed: Any) -> None:
+    """Reject any other value of a key than these. An absent key is accepted."""
+    if fields.has(key) and fields.values[key] not in allowed:
+        values = " or ".join(map(repr, allowed))
+        raise fields.error(key, f"must be {values} for this model, got {shown(fields.values[key])}")
 
 
 def windows(fields: Fields, sizes: Sizes, family: Family) -> tuple[int | None, ...]:

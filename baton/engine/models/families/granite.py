@@ -28,7 +28,7 @@ def _granite(fields: Fields, sizes: Sizes, family: Family) -> DecoderSpec:
 
 def _granite_hybrid(fields: Fields, sizes: Sizes, family: Family) -> DecoderSpec:
     """Return the spec of Granite 4. Without experts, the shared network is the only one."""
-    expect(fields, "hidden_act", "silu")
+    expect(fields, "hidden_act", "silu", "swish")
     spec, rope = _granite(fields, sizes, family), fields.text("position_embedding_type", "nope")
     if rope not in ("rope", "nope"):
         raise fields.error("position_embedding_type", f"{rope!r} is not supported (supported: rope, nope)")
@@ -52,7 +52,7 @@ def _granite_hybrid(fields: Fields, sizes: Sizes, family: Family) -> DecoderSpec
 
 
 def _bamba(fields: Fields, sizes: Sizes, family: Family) -> DecoderSpec:
-    expect(fields, "hidden_act", "silu")  # the mixers' too
+    expect(fields, "hidden_act", "silu", "swish")  # the mixers' too
     attends = fields.integers("attn_layer_indices")
     types = tuple(common.FULL if layer in attends else _MAMBA[0] for layer in range(sizes.layers))
     spec = plain_decoder(fields, sizes, family)

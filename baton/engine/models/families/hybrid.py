@@ -21,7 +21,7 @@ _NAMES = Names(
 
 
 def _lfm2(fields: Fields, sizes: Sizes, family: Family) -> DecoderSpec:
-    expect(fields, "hidden_act", "silu")  # transformers reads no other
+    expect(fields, "hidden_act", "silu", "swish")  # transformers reads no other
     spec = plain_decoder(fields, sizes, family)
     attends = fields.integers("full_attn_idxs") if fields.has("full_attn_idxs") else range(sizes.layers)
     default = tuple(FULL if layer in attends else CONV for layer in range(sizes.layers))
