@@ -34,7 +34,7 @@ LISTENERS = ("grpc", "admin", "metrics", "http")
 MORE_S = 1.0  # beyond router.drain_s, for a router to end
 STOP_S = 10.0
 REDIS_START_S = 60.0
-REDIS_RESTART_S = 10.0  # shorter, because it is repeated, and nothing else is watched meanwhile
+REDIS_RESTART_S = 10.0  # shorter, because it is repeated and the supervisor waits for it
 REDIS_RETRY_S = 1.0
 REDIS_GIVE_UP_S = 60.0  # until restarts of Redis are given up: another process may have taken the port
 
