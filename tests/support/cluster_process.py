@@ -30,7 +30,7 @@ PATIENT = (f"ledger.lease_s={LEASE_S}", "router.queue.max_wait_s=120")
 FREE_PORTS = tuple(f"router.{listener}=127.0.0.1:0" for listener in ("grpc", "admin", "metrics", "http"))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Home:
     """A separate `$BATON_HOME` and the command line in it."""
 
