@@ -232,11 +232,14 @@ def test_a_worker_whose_process_lives_but_did_not_start_is_ended(ray, place):
 
 
 def test_a_frozen_process_of_this_machine_is_killed_and_the_log_explains_its_end(here):
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"]) as frozen:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as frozen:
         frozen.send_signal(signal.SIGSTOP)
         here.ready(pid=frozen.pid).answers["ready"] = None
         here.it.kill("decode-0")
-        assert frozen.wait(scaled(10)) == -signal.SIGKILL
+        try:
+            assert frozen.wait(scaled(10)) == -signal.SIGKILL
+        finally:
+            frozen.kill()  # otherwise the block waits for a stopped process
     here.look()
     ended = here.look()
     assert (ended.state, "a line of the log" in str(ended.error)) == ("ended", True)
