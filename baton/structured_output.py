@@ -259,7 +259,7 @@ def _items(schema: object) -> Iterator[object]:
 
 
 def _name_patterns(schema: object) -> int:
-    """Return the largest number of `patternProperties` of one object. Compilation time rises with its cube."""
+    """Return the largest number of `patternProperties` of one object. Many take long to compile."""
     found = (item.get("patternProperties") for item in _items(schema) if isinstance(item, dict))
     return max((len(value) for value in found if isinstance(value, dict)), default=0)
 

@@ -131,6 +131,19 @@ def test_a_controller_that_never_starts_is_an_error_with_rays_own_words(ray, ens
     assert clock.monotonic() > controller_ray.ENSURE_S
 
 
+def test_controllers_that_all_die_are_an_error_after_a_minute(ray, ensured, clock, monkeypatch):
+    def made(options, args, make=ray.make):
+        controller = make(options, args)
+        controller.said = [ActorDiedError("no such package")]
+        return controller
+
+    monkeypatch.setattr(ray, "make", made)
+    began = clock.monotonic()
+    with pytest.raises(StartError, match="no such package"):
+        ensured()
+    assert controller_ray.DYING_S < clock.monotonic() - began < controller_ray.ENSURE_S / 2
+
+
 def waits(clock, times=1000):
     """Return a stop that is requested after so many waits, which advance the clock."""
     left = iter([False] * times)

@@ -191,6 +191,16 @@ def test_a_router_that_finds_no_workers_is_a_failed_start(run, monkeypatch):
     assert "did not find all 3 workers" in str(run.error)
 
 
+def test_a_router_that_dies_before_it_finds_workers_is_a_failed_start(run, monkeypatch):
+    def dies(metrics, workers):
+        os.kill(run.supervisor._router.pid, signal.SIGKILL)
+        run.supervisor._router._process.wait()
+
+    monkeypatch.setattr(launcher, "router_serves", dies)
+    ends(run.start(until="waiting"), StartError)
+    assert "router ended with exit code -9" in str(run.error)
+
+
 def test_told_to_stop_before_anything_starts(run):
     run.stop.drain.set()
     run.thread.start()
