@@ -2,12 +2,15 @@
 
     python benchmarks/revisions.py                  before the interpreter of decoder specs, and now
     python benchmarks/revisions.py --quick          two rounds, one dtype
+    python benchmarks/revisions.py --before HEAD    a revision and itself: the noise of the machine
     python benchmarks/revisions.py --before A --after B --families llama,mixtral --dtype bf16
 
 The families are those that existed before the interpreter, with random weights of 70 to 140 M parameters. Each
 revision is unpacked into a temporary folder and measured in its own process by its own `benchmarks.lib.subject`, while
-the other process is stopped. *Equal logits* compares the bits of all logits of a greedy decode of four sequences.
-The last line of stdout is one JSON object: tokens/s, and the median ratios after / before.
+the other process is stopped. Each round starts both processes anew. In a round they take 40 short turns at each point:
+a prompt, or a few decode steps of sequences that stay open. Each pair of turns gives one ratio, after / before.
+*Equal logits* compares the bits of all logits of a greedy decode of four sequences.
+The last line of stdout is one JSON object: tokens/s, and the median ratios.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ from benchmarks.lib.turns import number_of_turns, turns_parser
 
 BEFORE = "b95b4c95^"  # the last revision with code for each family
 POINTS = tuple(map(Point.parse, ("P512", "B1@512", "B16@512")))
-STEPS, PROMPTS = 24, 3  # of a measurement
+TURNS, WARM_TURNS, TINY_TURNS = 40, 2, 4  # of each point in a round
+STEPS = {1: 12, 16: 6}  # decode steps of a turn, by batch: about 0.2 s on the machines of docs/measurements
 START_S, ANSWER_S = 1200.0, 900.0
 COMMON: dict[str, Any] = {
     "vocab_size": 32_000, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,
@@ -121,54 +125,77 @@ def started(tree: Path, setup: Setup, stack: ExitStack) -> Child:
     return child
 
 
-def _seconds(child: Child, point: Point) -> float:
+def _turn(child: Child, point: Point) -> float:
+    """Return the seconds of a prompt, or the median of a few decode steps."""
     if point.batch:
-        answer = child.ask("decode", ANSWER_S, batch=point.batch, context=point.tokens, steps=STEPS)
-    else:
-        answer = child.ask("prefill", ANSWER_S, tokens=point.tokens, repeats=PROMPTS)
-    return float(median(answer["seconds"]))
+        return float(median(child.ask("steps", ANSWER_S, count=STEPS[point.batch])["seconds"]))
+    return float(child.ask("prefill", ANSWER_S, tokens=point.tokens, repeats=1)["seconds"][0])
 
 
-def compared(trees: list[Path], setup: Setup, rounds: int) -> tuple[dict[Point, list[tuple[float, float]]], bool]:
-    """Return the seconds before and after of each round by point, and whether all logits are equal."""
-    found: dict[Point, list[tuple[float, float]]] = {point: [] for point in POINTS}
+def _pairs(children: list[Child], point: Point, turns: int) -> list[tuple[float, float]]:
+    """Return the seconds before and after of each pair of turns. The order alternates."""
+    found = list[tuple[float, float]]()
+    for child in children if point.batch else ():
+        child.ask("start", ANSWER_S, batch=point.batch, context=point.tokens)
+    for number in range(WARM_TURNS + turns):
+        seconds = {child.name: _turn(child, point) for child in (children if number % 2 else children[::-1])}
+        found.append((seconds["before"], seconds["after"]))
+    for child in children if point.batch else ():
+        child.ask("end", ANSWER_S)
+    return found[WARM_TURNS:]
+
+
+def compared(trees: list[Path], setup: Setup, turns: int) -> tuple[dict[Point, list[tuple[float, float]]], bool]:
+    """Return the seconds before and after of each pair of turns of new processes, and whether all logits are equal."""
     with ExitStack() as stack:
         children = [started(tree, setup, stack) for tree in trees]
         digests = {child.ask("logits", ANSWER_S)["digest"] for child in children}
-        for number, point in product(range(rounds + 1), POINTS):  # the first round warms up
-            order = children if number % 2 else children[::-1]
-            seconds = {child.name: _seconds(child, point) for child in order}
-            if number:
-                found[point].append((seconds["before"], seconds["after"]))
-    return found, len(digests) == 1
+        return {point: _pairs(children, point, turns) for point in POINTS}, len(digests) == 1
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Return a 95 % confidence interval of the median by order statistics (normal approximation of the binomial)."""
+    ordered, half = sorted(values), 1.96 * len(values) ** 0.5 / 2
+    low = max(0, int(len(ordered) / 2 - half))
+    return ordered[low], ordered[-1 - low]
+
+
+def row(point: Point, rounds: list[list[tuple[float, float]]]) -> tuple[list[str], float]:
+    """Return the cells of a point (speeds, ratio, its interval, the ratios of the rounds), and the ratio."""
+    pairs = [pair for each in rounds for pair in each]
+    speeds = [f"{point.produced / median(side):.1f}" for side in zip(*pairs, strict=True)]
+    ratios = [before / after for before, after in pairs]
+    low, high = interval(ratios)
+    each = " ".join(f"{median(before / after for before, after in found):.3f}" for found in rounds)
+    return [str(point), *speeds, f"{median(ratios):.3f}", f"{low:.3f}-{high:.3f}", each], median(ratios)
 
 
 def main(argv: list[str]) -> None:
     """Measure and print."""
     options = parse(argv)
     load, rounds, cache = os.getloadavg()[0], number_of_turns(options), options.cache.absolute()
-    rows, ratios, rates = list[list[str]](), dict[str, float | None](), dict[str, float]()
+    turns = TINY_TURNS if options.tiny else TURNS
+    rows, ratios = list[list[str]](), dict[str, float | None]()
     with tempfile.TemporaryDirectory(prefix="baton-revisions-") as folder:
         trees = [Path(folder, "before"), Path(folder, "after")]
         names = [unpacked(which, tree) for which, tree in zip((options.before, options.after), trees, strict=True)]
         for family, dtype in product(options.families, options.dtype):
             print(f"measuring {family} in {dtype}", file=sys.stderr, flush=True)
             model = str(made(cache, family, dtype, tiny=options.tiny))
-            setup = Setup(model, dtype, options.threads, kv_tokens=16_384, cache="", cpu_time=options.cpu_time)
-            found, equal = compared(trees, setup, rounds)
-            for point, pairs in found.items():
-                speeds = [point.produced / median(side) for side in zip(*pairs, strict=True)]
-                each = sorted(before / after for before, after in pairs)
-                ratios[f"{family}_{dtype}_{point}"] = median(each)
-                rates |= dict(zip((f"{family} {dtype} {point} {tree.name}" for tree in trees), speeds, strict=True))
-                shown = (*(f"{speed:.1f}" for speed in speeds), f"{median(each):.3f}", f"{each[0]:.3f}-{each[-1]:.3f}")
-                rows.append([family, dtype, str(point), *shown, "yes" if equal else "no"])
+            setup = Setup(model, dtype, options.threads, kv_tokens=32_768, cache="", cpu_time=options.cpu_time)
+            found = [compared(trees, setup, turns) for _ in range(rounds)]
+            equal = "yes" if all(same for _, same in found) else "no"
+            for point in POINTS:
+                cells, ratios[f"{family}_{dtype}_{point}"] = row(point, [pairs[point] for pairs, _ in found])
+                rows.append([family, dtype, *cells, equal])
     columns = [f"{tree.name}: {name}" for tree, name in zip(trees, names, strict=True)]
-    head = [*"family dtype point".split(), *columns, "ratio", "lowest-highest", "equal logits"]
+    head = [*"family dtype point".split(), *columns, "ratio", "95 % interval", "ratio of each round", "equal logits"]
     clock = "CPU time" if options.cpu_time else "time"
-    text = f"{options.threads} threads, {rounds} rounds, tokens/s by {clock}\n\n{markdown(head, rows)}"
+    text = (
+        f"{options.threads} threads, {rounds} rounds, {turns} turns each, tokens/s by {clock}\n\n{markdown(head, rows)}"
+    )
     text += "\n\ntoy models: the figures mean nothing" if options.tiny else ""
-    finish("revisions", argv, load, text, ratios, rates, write_docs=False)
+    finish("revisions", argv, load, text, ratios, {}, write_docs=False)
     if options.write_docs:
         write_section("measurements/engine.md", "revisions", argv, load, text)
 

@@ -1,4 +1,4 @@
-"""`benchmarks.lib.subject` of any revision, with the digest of the logits of a decode.
+"""`benchmarks.lib.subject` of any revision, with the digest of the logits of a decode, and decode steps in pieces.
 
 The program runs as a file. `baton` and `benchmarks` are those of PYTHONPATH, so it uses only parts that all measured
 revisions have.
@@ -36,8 +36,32 @@ class DigestedBackend(subject.TimedBackend):
         return found
 
 
+class PiecewiseSubject(subject.Subject):
+    """A subject whose sequences stay open between measurements, so that two processes decode in short turns."""
+
+    _open: tuple[Any, ...] = ()
+
+    def start(self, batch: int, context: int) -> Answer:
+        """Prefill `batch` sequences of `context` tokens."""
+        self._open = tuple(self._submit(self._prompt(context), subject.FOREVER) for _ in range(batch))
+        waiting = set(self._open)
+        while waiting:
+            waiting -= self._step()
+        return {}
+
+    def steps(self, count: int) -> Answer:
+        """Return the seconds of each of the next `count` decode steps of the open sequences."""
+        return {"seconds": [self._timed_step()[0] for _ in range(count)]}
+
+    def end(self) -> Answer:
+        """Release the open sequences."""
+        for key in self._open:
+            self._engine.release(key)
+        return {}
+
+
 def load(setup: Setup) -> tuple[Answer, Mapping[str, Handler]]:
-    """Return what `benchmarks.lib.subject` returns, with the handler `logits` and the file of `baton`."""
+    """Return the answer of `benchmarks.lib.subject`, with more handlers and the file of `baton`."""
     made: list[DigestedBackend] = []
 
     def backend(loaded: Any) -> DigestedBackend:
@@ -45,6 +69,7 @@ def load(setup: Setup) -> tuple[Answer, Mapping[str, Handler]]:
         return made[-1]
 
     subject.TimedBackend = backend  # type: ignore[misc, assignment]
+    subject.Subject = PiecewiseSubject  # type: ignore[misc]
     about, handlers = subject.load(setup)
 
     def logits() -> Answer:
@@ -53,7 +78,9 @@ def load(setup: Setup) -> tuple[Answer, Mapping[str, Handler]]:
         digest, made[0].digest = made[0].digest.hexdigest(), None
         return {"digest": digest}
 
-    return {**about, "baton": baton.__file__}, {**handlers, "logits": logits}
+    measured = handlers["prefill"].__self__  # type: ignore[attr-defined]
+    pieces = {"start": measured.start, "steps": measured.steps, "end": measured.end}
+    return {**about, "baton": baton.__file__}, {**handlers, **pieces, "logits": logits}
 
 
 if __name__ == "__main__":
