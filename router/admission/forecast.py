@@ -52,11 +52,9 @@ class Margins:
         """
         return after > before + _EQUAL_S and before <= flight.deadline and self.late(flight, after, now)
 
-    def keeps(self, flight: Flight, step_s: float, now: float) -> bool:
-        """Return whether `flight` keeps its mean gap if its later steps take `step_s` by forecast."""
-        if flight.promise.itl_s == math.inf:
-            return True
-        return flight.mean_gap_s(step_s * self.itl.factor(flight.gaps_key), now) <= flight.promise.itl_s
+    def longest_s(self, flight: Flight, left: int, now: float) -> float:
+        """Return the longest forecast of `left` later steps with which `flight` keeps its mean gap."""
+        return flight.longest_s(left, now) / self.itl.factor(flight.gaps_key)
 
 
 def work_of(flight: Flight, cached: float) -> tuple[float, float]:
@@ -151,32 +149,29 @@ class PrefillQueue:
 
 class DecodeBatch:
     """The requests on one decode worker at present: `flights` that this router placed, and others by its report.
-    `free` is the room for tokens, less what the answers of `flights` may still take.
+    `left` has the tokens to come of the former. `free` is the room for tokens, less what their answers may still take.
     """
 
     def __init__(self, seat: Seat, flights: Iterable[Flight] = ()) -> None:
         facts = self._facts = seat.facts
         self._block_size = seat.block_size
-        self.flights = dict.fromkeys(flights)
-        self._foreign = max(facts.requests - len(self.flights), 0.0)
-        held = sum(self._held(one) for one in self.flights)
-        self._foreign_tokens = max(facts.kv_tokens - held, 0.0) if self._foreign else 0.0
-        growth = sum(one.left + self._block_size for one in self.flights)
+        self.left = {one: one.left for one in flights}  # read once, because a simulation counts it at each read
+        self._limits: dict[Flight, float] = {}
+        self._foreign = max(facts.requests - len(self.left), 0.0)
+        full, left = sum(one.prompt + one.answer for one in self.left), sum(self.left.values())
+        self._tokens = full - left / 2
+        self._foreign_tokens = max(facts.kv_tokens - (full - left), 0.0) if self._foreign else 0.0
+        growth = left + self._block_size * len(self.left)
         self.free = min(facts.capacity, facts.available * self._block_size) - growth
-
-    def _held(self, flight: Flight) -> int:
-        return flight.prompt + flight.answer - flight.left
 
     def _full(self, flight: Flight) -> int:
         return flight.prompt + flight.answer + self._block_size
 
     def step_s(self, *more: Flight) -> float:
         """Return the seconds of a step, with each request in the middle of the rest of its answer."""
-        flights = [*self.flights, *more]
-        tokens = self._foreign_tokens + sum(one.prompt + one.answer - one.left / 2 for one in flights)
-        return (
-            self._facts.step_s + self._facts.token_s * (len(flights) + self._foreign) + self._facts.context_s * tokens
-        )
+        requests = self._foreign + len(self.left) + len(more)
+        tokens = self._foreign_tokens + self._tokens + sum(one.prompt + one.answer - one.left / 2 for one in more)
+        return self._facts.step_s + self._facts.token_s * requests + self._facts.context_s * tokens
 
     def alone_s(self, flight: Flight) -> float:
         """Return the seconds of a step with one request."""
@@ -185,18 +180,31 @@ class DecodeBatch:
     @property
     def running_s(self) -> float:
         """The longest wait for the end of the present step."""
-        return self.step_s() if self.flights or self._foreign else 0.0
+        return self.step_s() if self.left or self._foreign else 0.0
 
     def has_room(self, flight: Flight) -> bool:
         """Return whether the answers of all requests fit at full length, so that none is preempted."""
         return self._full(flight) <= self.free
 
+    def limit_s(self, margins: Margins, now: float) -> float | None:
+        """Return the longest step that keeps the mean gaps of all promises in this batch, or None without promises. A
+        promise that would fail alone in the batch has no limit. All calls have the same `margins` and `now`.
+        """
+        for one, left in self.left.items():
+            if one.promise.given and one not in self._limits:
+                longest_s = margins.longest_s(one, left, now)
+                self._limits[one] = longest_s if longest_s >= self.alone_s(one) else math.inf
+        return min(self._limits.values(), default=None)
+
     def put(self, flight: Flight) -> None:
-        self.flights[flight] = None
+        left = self.left[flight] = flight.left
+        self._tokens += flight.prompt + flight.answer - left / 2
         self.free -= self._full(flight)
 
     def end(self, flight: Flight) -> None:
-        del self.flights[flight]
+        left = self.left.pop(flight)
+        self._limits.pop(flight, None)
+        self._tokens -= flight.prompt + flight.answer - left / 2
         self.free += self._full(flight)
 
 
@@ -218,9 +226,9 @@ class _Desk:
         self._batch, self._now, self._at = DecodeBatch(seat, flights), now, now
         step_s = self._batch.step_s()
         self._ends: list[tuple[float, int, Flight]] = []
-        for number, one in enumerate(self._batch.flights):
+        for number, (one, left) in enumerate(self._batch.left.items()):
             begin = now if one.first_at is not None else max(one.made_at + one.ttft_s, now)
-            self._ends.append((begin + one.left * step_s, number, one))
+            self._ends.append((begin + left * step_s, number, one))
         heapify(self._ends)
 
     def start(self, flight: Flight, margins: Margins) -> float:
@@ -249,16 +257,14 @@ def fits(batch: DecodeBatch, flight: Flight, margins: Margins, now: float, *, ow
     that would fail alone in the batch does not count, nor that of `flight` if not `own`. A batch without promises takes
     everything.
     """
-    promised = [one for one in (*batch.flights, *([flight] if own else [])) if one.promise.given]
-    if not promised:
-        return True
-    if not batch.has_room(flight):
+    given = own and flight.promise.given
+    if given and not batch.has_room(flight):
         return False
-    step_s = batch.step_s(flight)
-    failing = [one for one in promised if not margins.keeps(one, step_s, now)]
-    if not failing or flight in failing:
-        return not failing
-    return not any(margins.keeps(one, batch.alone_s(one), now) for one in failing)
+    limit_s = batch.limit_s(margins, now)
+    if limit_s is None and not given:
+        return True
+    own_s = margins.longest_s(flight, flight.left, now) if given else math.inf
+    return batch.has_room(flight) and batch.step_s(flight) <= min(own_s, math.inf if limit_s is None else limit_s)
 
 
 Queues = Callable[[WorkerRef], PrefillQueue]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -66,6 +67,16 @@ class Flight:
         if self.first_at is None:
             return step_s + self.move_s / gaps
         return (now - self.first_at + self.left * step_s) / gaps
+
+    def longest_s(self, left: int, now: float) -> float:
+        """Return the seconds of each of `left` later steps with which the mean gap of the answer is as promised."""
+        gaps = self.answer - 1
+        if gaps < 1:
+            return math.inf
+        if self.first_at is None:
+            return self.promise.itl_s - self.move_s / gaps
+        credit_s = self.promise.itl_s * gaps - (now - self.first_at)
+        return credit_s / left if left else math.copysign(math.inf, credit_s)
 
     @property
     def measured_gap_s(self) -> float:

@@ -81,14 +81,17 @@ def test_prompts_of_one_step_finish_together_and_those_of_other_routers_come_fir
 
 def test_a_batch_takes_no_request_that_breaks_a_promised_gap_and_spent_time_counts():
     promised = flight(itl_s=0.0125, first_at=0.0, done=1)
-    batch, margins = DecodeBatch(seat(DECODING), [promised]), calibrated()
-    assert fits(batch, flight(), margins, 0.0)  # a step of 0.008 + 2 * 0.002
-    crowd = DecodeBatch(seat(DECODING), [promised, flight()])
-    assert not fits(crowd, flight(), margins, 0.0)
+    margins = calibrated()
+
+    def fit(now: float, *others: Flight) -> bool:
+        return fits(DecodeBatch(seat(DECODING), [promised, *others]), flight(), margins, now)
+
+    assert fit(0.0)  # a step of 0.008 + 2 * 0.002
+    assert not fit(0.0, flight())
     promised.done = 9  # eight gaps in 60 ms: 65 ms are left for two
-    assert fits(crowd, flight(), margins, 0.06)
-    assert not fits(crowd, flight(), margins, 0.098)
-    assert fits(crowd, flight(), margins, 1.0)  # it is broken in any case
+    assert fit(0.06, flight())
+    assert not fit(0.098, flight())
+    assert fit(1.0, flight())  # it is broken in any case
 
 
 def test_a_promised_answer_needs_room_for_its_full_length():
