@@ -56,6 +56,7 @@ class RouterSettings:
     share_port: bool = False  # whether other routers listen on the same addresses
     colocated: bool = False  # decode workers compute all prompts; there are no prefill workers
     chunk: float = math.inf  # tokens that a decode worker computes per step
+    rows: float = math.inf  # requests in a step of a decode worker
     prefill_chunk: float = math.inf  # likewise for prefill workers
     local_prefill: bool = False  # also with prefill workers connected, if it is predicted to be faster
     attempts: int = 3  # per request, when workers are lost
@@ -129,7 +130,9 @@ def build_context(
     history = History.open(settings.history, clock, "router", router_id)
     metrics = Metrics(settings.name, settings.version, settings.model)
     alone, local, colocated = ALONE[settings.policy], settings.local_prefill, settings.colocated
-    options = PoolOptions(alone, settings.chunk, local, colocated, settings.slo_itl_s, metrics.ttft_predicted)
+    options = PoolOptions(
+        alone, settings.chunk, local, colocated, settings.slo_itl_s, settings.rows, metrics.ttft_predicted
+    )
     policy, silence_s = POLICIES[settings.policy], settings.worker_silence_s
     pool = WorkerPool(workers, policy, router_id, silence_s, clock, wire, prefixes=prefixes, options=options)
     promises = Promises(pool.outlook, pool.place, pool.seats_of, clock, settings.prefill_chunk)

@@ -154,7 +154,7 @@ class DecodeBatch:
 
     def __init__(self, seat: Seat, flights: Iterable[Flight] = ()) -> None:
         facts = self._facts = seat.facts
-        self._block_size = seat.block_size
+        self._block_size, self._rows = seat.block_size, seat.rows
         self.left = {one: one.left for one in flights}  # read once, because a simulation counts it at each read
         self._limits: dict[Flight, float] = {}
         self._foreign = max(facts.requests - len(self.left), 0.0)
@@ -183,8 +183,15 @@ class DecodeBatch:
         return self.step_s() if self.left or self._foreign else 0.0
 
     def has_room(self, flight: Flight) -> bool:
-        """Return whether the answers of all requests fit at full length, so that none is preempted."""
-        return self._full(flight) <= self.free
+        """Return whether each step has a row for it, and the answers of all requests fit at full length, so that none
+        is preempted.
+        """
+        return self._full(flight) <= self.free and self._foreign + len(self.left) < self._rows
+
+    @property
+    def is_full(self) -> bool:
+        """Whether requests that this router has not placed take all rows of a step."""
+        return self._foreign >= self._rows
 
     def limit_s(self, margins: Margins, now: float) -> float | None:
         """Return the longest step that keeps the mean gaps of all promises in this batch, or None without promises. A

@@ -151,6 +151,8 @@ class Promises:
         full = flight.prompt + flight.answer
         if not any(seat.facts.kv_tokens + seat.facts.available * seat.block_size > full for seat in decodes):
             return PromiseRefused(f"no decode worker has room for {full} tokens; set a smaller max_tokens", _NEVER_S)
+        if all(batch.is_full for batch in batches):
+            return PromiseRefused("requests of other routers take all max_running places of the decode workers", 1.0)
         factor = self.margins.itl.factor(flight.gaps_key)
         itl_s = flight.mean_gap_s(min(batch.step_s(flight) for batch in batches) * factor, now)
         asked_ms, least_ms = flight.promise.itl_s * 1e3, itl_s * 1e3

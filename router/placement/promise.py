@@ -91,8 +91,8 @@ class Flight:
 
 
 class Seat(NamedTuple):
-    """One usable worker for a request: its facts, the cached tokens of the prompt there, the tokens of a block, and the
-    seconds to move the KV of a token.
+    """One usable worker for a request: its facts, the cached tokens of the prompt there, the tokens of a block, the
+    seconds to move the KV of a token, and the most requests of a step.
     """
 
     ref: WorkerRef
@@ -100,6 +100,7 @@ class Seat(NamedTuple):
     cached: float
     block_size: int
     move_s: float = 0.0
+    rows: float = math.inf
 
     @property
     def known(self) -> bool:

@@ -47,8 +47,8 @@ _NEW = 0.05  # weight of a new prompt in the mean
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
     """How a pool places requests. `local_prefill` lets decode workers compute prompts where that is faster; `colocated`
-    lets them compute all, without prefill workers. `alone` is the policy for that, `chunk` the tokens per step.
-    `on_predicted` gets the error of each TTFT prediction in seconds.
+    lets them compute all, without prefill workers. `alone` is the policy for that. A step of a decode worker has at
+    most `chunk` tokens and `rows` requests. `on_predicted` gets the error of each TTFT prediction in seconds.
     """
 
     alone: AlonePolicy = local_prefill
@@ -56,6 +56,7 @@ class PoolOptions:
     local_prefill: bool = False
     colocated: bool = False
     slo_itl_s: float = math.inf
+    rows: float = math.inf
     on_predicted: Callable[[float], None] = lambda off_s: None
 
 
@@ -172,7 +173,7 @@ class WorkerPool:
 
     def _seat(self, link: WorkerRow, facts: Facts[float], cached: float) -> Seat:
         move_s = facts.token_bytes * self._fleet.byte_s
-        return Seat(link.info.ref, facts, cached, link.info.layout.block_size, move_s)
+        return Seat(link.info.ref, facts, cached, link.info.layout.block_size, move_s, self._options.rows)
 
     def _moved(self, snapshot: Snapshot, ask: Ask, source: WorkerStream) -> Placement | None:
         """Return a placement for a sequence that `source`, a decode worker, holds, or None if no other has capacity."""

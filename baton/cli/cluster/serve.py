@@ -229,6 +229,7 @@ def router_settings(config: ClusterConfig, index: int = 0) -> RouterSettings:
         scale=config.bounds,
         colocated=config.mode == "colocated",
         chunk=config.decode.max_batched_tokens,
+        rows=config.decode.max_running,
         prefill_chunk=config.prefill.max_batched_tokens,
         drain_s=config.scaling.drain_s,
         client_stall_s=router.slow_reader_s,

@@ -92,7 +92,7 @@ class SimPool(WorkerPool):
         slo_itl_s = scenario.slo.itl_s if itl_s is None else itl_s
         local = scenario.router.local_prefill and scenario.router.policy == "predicted"
         alone, chunk = ALONE[scenario.router.policy], scenario.decode.max_batched_tokens
-        options = PoolOptions(alone, chunk, local, scenario.mode == "colocated", slo_itl_s)
+        options = PoolOptions(alone, chunk, local, scenario.mode == "colocated", slo_itl_s, scenario.decode.max_running)
         super().__init__(_no_workers, policy, "router", 10.0, kernel, prefixes=directory, options=options)
         self._there = dict.fromkeys(Role, 0)
 

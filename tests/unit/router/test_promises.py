@@ -18,6 +18,7 @@ from router.parsing.ranges import Promise
 from router.placement.promise import Flight, Seat
 from router.placement.snapshot import BLANK
 from router.workers.placement import Placement, Requirements
+from router.workers.pool import PoolOptions
 from tests.unit.router.fakes import decode, pace, pool_of, prefill, say, turns
 
 PROMPTS = BLANK._replace(able=1.0, step_s=0.004, token_s=0.001)
@@ -102,6 +103,28 @@ def test_a_promised_answer_needs_room_for_its_full_length():
     assert fits(small, flight(100, 45), margins, 0.0)  # nothing is promised
 
 
+def test_a_promised_answer_needs_a_row_of_each_step():
+    """Requests of other routers take rows, too."""
+    two, margins = seat(DECODING)._replace(rows=2.0), calibrated()
+    assert fits(DecodeBatch(two, [flight()]), flight(itl_s=1.0), margins, 0.0)
+    assert not fits(DecodeBatch(two, [flight(), flight()]), flight(itl_s=1.0), margins, 0.0)
+    taken = DecodeBatch(two._replace(facts=DECODING._replace(requests=2.0)), [])
+    assert taken.is_full
+    assert not fits(taken, flight(itl_s=1.0), margins, 0.0)
+    assert not DecodeBatch(two, [flight(), flight()]).is_full, "its own requests end"
+
+
+async def test_a_promise_waits_for_a_row_of_its_decode_worker():
+    desk = Desk(rows=1)
+    first = await desk.ask(flight())
+    assert isinstance(first, Placement)
+    second = await desk.ask(flight(ttft_s=5.0))
+    assert isinstance(second, asyncio.Task), "in the lane"
+    first.release()
+    await turns()
+    assert isinstance(second.result(), Placement)
+
+
 def teach(pool, name: str, role: Role, step_s: float, token_s: float) -> None:
     """Report steps of several sizes with these costs, so that the pool learns them."""
     total = Pace()
@@ -114,9 +137,10 @@ def teach(pool, name: str, role: Role, step_s: float, token_s: float) -> None:
 class Desk:
     """An admission with promises on one pair of workers with known costs, and a manual clock."""
 
-    def __init__(self, **limits) -> None:
+    def __init__(self, rows: float = math.inf, **limits) -> None:
         self.clock = FakeClock()
         self.pool = pool_of(prefill(), decode(free=90), policy="predicted", clock=self.clock)
+        self.pool._options = PoolOptions(rows=rows)
         teach(self.pool, "p", Role.PREFILL, 0.004, 0.001)
         teach(self.pool, "d", Role.DECODE, 0.008, 0.002)
         self.promises = Promises(self.pool.outlook, self.pool.place, self.pool.seats_of, self.clock)
