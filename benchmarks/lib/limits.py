@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import linear
 
 from benchmarks.lib.bandwidth import Reader
+from benchmarks.lib.isa import torch_isa
 from benchmarks.lib.packed_products import packed_products
 from benchmarks.lib.protocol import clock, serve
 from benchmarks.lib.shapes import WEIGHT_BYTES, read_shape, stored
@@ -50,13 +51,21 @@ class Limits:
         return _answer(self._reader.measure(), self._shape.decode_bytes(batch, context, self._weights))
 
     def _products(self, rows: int, inputs: int, outputs: int) -> dict[str, Callable[[], object]]:
-        x = torch.randn(rows, inputs).to(self._dtype)
-        weight = torch.randn(outputs, inputs).to(self._dtype)
-        products: dict[str, Callable[[], object]] = {"F.linear": lambda: linear(x, weight)}
-        if self._dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
-            products["packed oneDNN"] = lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+        wide_x, wide_weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
+        x, weight = wide_x.to(self._dtype), wide_weight.to(self._dtype)
+        products = _float_products(x, weight)
+        if self._dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            products |= _float_products(wide_x, wide_weight)  # the fastest way where bfloat16 must be widened
         return products | packed_products(self._weights, x, weight)
+
+
+def _float_products(x: torch.Tensor, weight: torch.Tensor) -> dict[str, Callable[[], object]]:
+    name = "" if x.dtype == torch.bfloat16 else " float32"
+    found: dict[str, Callable[[], object]] = {f"F.linear{name}": lambda: linear(x, weight)}
+    if x.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, len(x))
+        found[f"packed oneDNN{name}"] = lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+    return found
 
 
 def _answer(rates: dict[str, float], work: int) -> Answer:
@@ -77,7 +86,8 @@ def load(setup: Setup) -> tuple[Answer, Mapping[str, Handler]]:
     """Return the version and the handlers for `serve`."""
     torch.set_num_threads(setup.threads)
     limits = Limits(setup)
-    return {"version": f"torch {torch.__version__}"}, {"prefill": limits.prefill, "decode": limits.decode}
+    about = {"version": f"torch {torch.__version__}", "isa": torch_isa()}
+    return about, {"prefill": limits.prefill, "decode": limits.decode}
 
 
 if __name__ == "__main__":

@@ -62,6 +62,7 @@ class Comparison:
 
     def __init__(self, peers: Sequence[str], plan: Plan) -> None:
         self.peers, self.plan = peers, plan
+        self.isas: dict[str, str] = {}  # what each process reports of the instructions that it uses
         self.samples: list[Sample] = []
         self.raw: list[Answer] = []
         self.versions: dict[str, str] = {}
@@ -69,11 +70,11 @@ class Comparison:
         self.loading: dict[str, float] = {}
         self._pythons: dict[str, str] = {}
 
-    def install(self, cache: Path) -> None:
-        """Make the environments of the peers. Failures are recorded as missing."""
+    def install(self, cache: Path, isa: str = "native") -> None:
+        """Make the environments of the peers, built for `isa`. Failures are recorded as missing."""
         for name in self.peers:
             try:
-                self._pythons[name] = python_for(name, cache)
+                self._pythons[name] = python_for(name, cache, isa)
             except Unavailable as error:
                 self._drop(name, error)
         self.peers = [name for name in self.peers if name in self._pythons]
@@ -122,6 +123,7 @@ class Comparison:
             self._drop(f"{name} at {Path(setup.model).name}, {setup.dtype}, {setup.threads} threads", error)
             return None
         self.versions[name] = child.about["version"]
+        self.isas[f"{name}, {setup.dtype}"] = child.about["isa"]
         if is_baton(name):
             self.loading[f"{Path(setup.model).name}, {setup.dtype}"] = child.about["load_s"]
         return child

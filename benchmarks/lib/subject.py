@@ -122,7 +122,7 @@ def load(setup: Setup) -> tuple[Answer, Mapping[str, Handler]]:
     loading = clock() - began
     level = chosen_level() if setup.level != "none" else "none"
     version = f"{baton.__version__} (torch {torch.__version__})"
-    return {"version": version, "level": level, "load_s": round(loading, 1)}, {
+    return {"version": version, "level": level, "isa": f"level {level}", "load_s": round(loading, 1)}, {
         "prefill": subject.prefill,
         "decode": subject.decode,
     }

@@ -82,7 +82,8 @@ class LlamaCpp:
 def load(setup: Setup) -> tuple[Answer, Mapping[str, Handler]]:
     """Return the version and the handlers for `serve`."""
     peer = LlamaCpp(setup)
-    return {"version": llama_cpp.__version__}, {"prefill": peer.prefill, "decode": peer.decode}
+    about = {"version": llama_cpp.__version__, "isa": llama_cpp.llama_print_system_info().decode()}
+    return about, {"prefill": peer.prefill, "decode": peer.decode}
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from benchmarks.lib.isa import openvino_isa, restrict_openvino
 from benchmarks.lib.protocol import clock, serve
 from benchmarks.lib.shapes import ITEMSIZE, MAX_POSITIONS, read_shape, stored
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from benchmarks.lib.protocol import Answer, Handler, Setup
 
 PRECISION = {"bf16": "bf16", "fp32": "f32"}
+F32 = "f32"
 MAX_BATCHED_TOKENS = 4096
 WARM_STEPS = 2
 GIB = 1 << 30
@@ -39,15 +41,17 @@ class OpenVino:
         shape = read_shape(Path(setup.model))
         self._vocab = shape.vocab
         scheduler = openvino_genai.SchedulerConfig()
-        scheduler.cache_size = shape.kv_bytes(setup.kv_tokens, ITEMSIZE[stored(setup.dtype)]) // GIB + 1
+        precision = precision_of(setup.dtype)
+        itemsize = ITEMSIZE["fp32" if precision == F32 else "bf16"]
+        scheduler.cache_size = shape.kv_bytes(setup.kv_tokens, itemsize) // GIB + 1
         scheduler.max_num_batched_tokens = MAX_BATCHED_TOKENS
         scheduler.max_num_seqs = 64
         scheduler.dynamic_split_fuse = True
         scheduler.enable_prefix_caching = False
         properties = {
             "INFERENCE_NUM_THREADS": setup.threads,
-            "INFERENCE_PRECISION_HINT": PRECISION[stored(setup.dtype)],
-            "KV_CACHE_PRECISION": PRECISION[stored(setup.dtype)],
+            "INFERENCE_PRECISION_HINT": precision,
+            "KV_CACHE_PRECISION": precision,
             "PERFORMANCE_HINT": "LATENCY",
         }
         folder = _exported(Path(setup.model), Path(setup.cache), setup.dtype)
@@ -105,6 +109,15 @@ class OpenVino:
         return self._pipeline.add_request(self._requests, prompt, config)
 
 
+def precision_of(dtype: str) -> str:
+    """Return the precision of activations and KV: float32 where OpenVINO cannot compute in bfloat16."""
+    import openvino
+
+    wanted = PRECISION[stored(dtype)]
+    able = "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    return wanted if able else F32
+
+
 def _exported(model: Path, cache: Path, dtype: str) -> Path:
     folder = cache / "openvino" / f"{model.name}{'' if dtype == stored(dtype) else f'-{dtype}'}"
     if not folder.is_dir():
@@ -118,8 +131,10 @@ def _exported(model: Path, cache: Path, dtype: str) -> Path:
 
 def load(setup: Setup) -> tuple[Answer, Mapping[str, Handler]]:
     """Return the version and the handlers for `serve`."""
+    restrict_openvino(Path(setup.cache))
     peer = OpenVino(setup)
-    return {"version": peer.version}, {"prefill": peer.prefill, "decode": peer.decode}
+    about = {"version": peer.version, "isa": openvino_isa(precision_of(setup.dtype))}
+    return about, {"prefill": peer.prefill, "decode": peer.decode}
 
 
 if __name__ == "__main__":

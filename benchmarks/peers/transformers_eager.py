@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import transformers
 
+from benchmarks.lib.isa import torch_isa
 from benchmarks.lib.protocol import clock, serve
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ def load(setup: Setup) -> tuple[Answer, Mapping[str, Handler]]:
     """Return the version and the handlers for `serve`."""
     torch.set_num_threads(setup.threads)
     peer = Transformers(setup)
-    return {"version": transformers.__version__}, {"prefill": peer.prefill, "decode": peer.decode}
+    about = {"version": transformers.__version__, "isa": torch_isa()}
+    return about, {"prefill": peer.prefill, "decode": peer.decode}
 
 
 if __name__ == "__main__":

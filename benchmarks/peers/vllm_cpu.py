@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.lib.isa import torch_isa
 from benchmarks.lib.protocol import clock, serve
 from benchmarks.lib.shapes import ITEMSIZE, MAX_POSITIONS, read_shape
 
@@ -99,7 +100,7 @@ class Vllm:
 def load(setup: Setup) -> tuple[Answer, Mapping[str, Handler]]:
     """Return the version and the handlers for `serve`."""
     peer = Vllm(setup)
-    return {"version": peer.version}, {"prefill": peer.prefill, "decode": peer.decode}
+    return {"version": peer.version, "isa": torch_isa()}, {"prefill": peer.prefill, "decode": peer.decode}
 
 
 if __name__ == "__main__":
