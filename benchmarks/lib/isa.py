@@ -1,8 +1,9 @@
-"""Instruction sets that all measured processes of a comparison are restricted to, and proofs of what they use.
+"""Instruction sets that all measured processes of a comparison are restricted to, and the instructions that they report.
 
 Libraries choose their code when they run, by variables of the environment or by functions that are replaced here.
 llama.cpp is built for one set (benchmarks/lib/environments.py). MKL has no choice: on processors of AMD it always takes
-its AVX2 kernels `..._zen`, on those of Intel it obeys its variable.
+its AVX2 kernels `..._zen`, on those of Intel it should obey its variable, which was not tried.
+MLAS in OpenVINO, for products with float32 weights, asks the processor itself and cannot be restricted.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import contextlib
     from collections.abc import Callable
 
 NATIVE = "native"
@@ -72,8 +74,10 @@ def torch_isa() -> str:
     """Return the instruction set of torch's own kernels, and what oneDNN prints of its own."""
     import torch
 
+    verbose: Callable[[int], contextlib.AbstractContextManager[object]] = torch.backends.mkldnn.verbose
+
     def run() -> None:
-        with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
+        with verbose(torch.backends.mkldnn.VERBOSE_ON):
             torch.zeros(16, 16).to_mkldnn().relu()
 
     lines = [line.rpartition("isa:")[2] for line in printed(run).splitlines() if "cpu,isa:" in line]
@@ -81,7 +85,7 @@ def torch_isa() -> str:
 
 
 def openvino_isa(precision: str) -> str:
-    """Return the kernels of a matrix product and a softmax, and the precision that OpenVINO makes of `precision`."""
+    """Return the kernels of a product with float32 weights and of a softmax, and what OpenVINO makes of `precision`."""
     import numpy as np
     import openvino
     from openvino import opset13 as ops
@@ -93,11 +97,13 @@ def openvino_isa(precision: str) -> str:
     compiled([np.ones((64, 64), np.float32)])  # kernels are chosen for the first shape
     facts = [node.get_rt_info() for node in compiled.get_runtime_model().get_ordered_ops()]
     kinds = {fact["primitiveType"].astype(str) for fact in facts}
-    return f"{', '.join(sorted(kinds))}; {precision} is {compiled.get_property('INFERENCE_PRECISION_HINT').to_string()}"
+    free = " (MLAS is not restricted)" if here() != NATIVE and any("mlas" in kind for kind in kinds) else ""
+    found = compiled.get_property("INFERENCE_PRECISION_HINT").to_string()
+    return f"{', '.join(sorted(kinds))}{free}; {precision} is {found}"
 
 
 def printed(run: Callable[[], None]) -> str:
-    """Return what C code writes to standard output meanwhile."""
+    """Return the standard output of `run`, also that of C code."""
     own = os.dup(1)
     with tempfile.TemporaryFile("w+") as file:
         os.dup2(file.fileno(), 1)

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from baton.engine.kernels.cpu.compiler import load_library
-from benchmarks import thinking
+from benchmarks import engine, thinking
 from benchmarks.lib import report, thinking_measure, thinking_tasks
+from benchmarks.lib.environments import PEERS, peer_for
 from benchmarks.lib.protocol import ROOT
 from benchmarks.lib.report import fill
 from benchmarks.lib.thinking_measure import Plan
@@ -98,6 +99,28 @@ def test_a_program_measures_what_it_says(program: str, tmp_path: Path) -> None:
     toys = {"engine", "revisions", "transfer"}
     assert program not in toys or "the figures mean nothing" in text, "of a toy model"
     assert program != "revisions" or text.count(" | yes          |") == 6, "equal logits"
+
+
+@slow
+@program_run
+def test_all_processes_of_an_engine_run_are_restricted(tmp_path: Path) -> None:
+    compiled_or_skip(lambda: load_library("bf16"))
+    options = ("--threads", "1", "--sizes", "M", "--points", "B1@128", "--peers", "none", "--isa", "avx2")
+    text, _ = run("engine", "--quick", *TINY, *options, out=tmp_path)
+    assert "- instructions: avx2, forced on all processes" in text
+    assert "- instructions of baton, bf16: level avx2" in text
+    assert "- instructions of limit, bf16: torch AVX2, oneDNN Intel AVX2\n" in text
+
+
+def test_an_instruction_set_decides_the_builds_and_the_level(capsys: pytest.CaptureFixture[str]) -> None:
+    native, (peer, name) = peer_for("llama.cpp"), peer_for("llama.cpp", "avx2")
+    assert native == (PEERS["llama.cpp"], "llama.cpp")
+    assert name == "llama.cpp-avx2"
+    assert {"-DGGML_NATIVE=OFF", "-DGGML_AVX2=ON", "-DGGML_AVX512=OFF"} < set(peer.build["CMAKE_ARGS"].split())
+    assert peer_for("openvino-genai", "avx2") == (PEERS["openvino-genai"], "openvino-genai"), "it chooses at run time"
+    with pytest.raises(SystemExit):
+        engine.parse(["--isa", "avx2", "--levels", "avx512"])
+    assert "excludes --levels" in capsys.readouterr().err
 
 
 @slow
