@@ -1,4 +1,4 @@
-"""Instruction sets that all measured processes of a comparison are restricted to, and the instructions that they report.
+"""Instruction sets that all measured processes of a comparison are restricted to, and the reports of each one.
 
 Libraries choose their code when they run, by variables of the environment or by functions that are replaced here.
 llama.cpp is built for one set (benchmarks/lib/environments.py). MKL has no choice: on processors of AMD it always takes
