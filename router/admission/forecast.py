@@ -183,9 +183,7 @@ class DecodeBatch:
         return self.step_s() if self.left or self._foreign else 0.0
 
     def has_room(self, flight: Flight) -> bool:
-        """Return whether each step has a row for it, and the answers of all requests fit at full length, so that none
-        is preempted.
-        """
+        """Return whether each step has a row for it, and all answers fit at full length, so that none is preempted."""
         return self._full(flight) <= self.free and self._foreign + len(self.left) < self._rows
 
     @property
