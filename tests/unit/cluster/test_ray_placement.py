@@ -26,7 +26,16 @@ CONFIG = """{"name": "test", "ray": {"node_labels": {"rack": "r1"}},
  "decode": {"device": "cuda", "replicas": 1}}"""
 
 
-ENDING = "import signal, sys, time; signal.signal(signal.SIGTERM, {}); print(flush=True); time.sleep(60)"
+# A handler could run too late: a signal just before time.sleep does not end the sleep.
+ENDS = """
+import signal, time
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+print(flush=True)
+signal.sigwait({signal.SIGTERM})
+time.sleep(0.2)
+print("ends")
+"""
+IGNORES = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
 
 
 class PlacingRay(FakeRay):
@@ -286,15 +295,14 @@ def test_at_the_end_all_are_asked_and_then_killed_and_ray_ends_though_its_head_d
 
 
 @pytest.mark.parametrize(
-    ("on_sigterm", "patience_s", "said"),
-    [("lambda *_: (time.sleep(0.2), print('ends'), sys.exit())", 30.0, b"ends\n"), ("signal.SIG_IGN", 0.05, b"")],
+    ("program", "patience_s", "said"),
+    [(ENDS, 30.0, b"ends\n"), (IGNORES, 0.05, b"")],
     ids=["it ends", "it is frozen"],
 )
-def test_a_local_worker_is_killed_only_if_ray_does_not_end_it(ray, here, monkeypatch, on_sigterm, patience_s, said):
+def test_a_local_worker_is_killed_only_if_ray_does_not_end_it(ray, here, monkeypatch, program, patience_s, said):
     """Ray prints an error about each worker that is killed."""
     monkeypatch.setattr("baton.cluster.backend_ray.KIND_S", patience_s)
-    command = [sys.executable, "-c", ENDING.format(on_sigterm)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as worker:
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as worker:
         assert worker.stdout is not None
         worker.stdout.readline()
         here.ready(worker.pid)

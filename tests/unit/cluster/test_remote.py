@@ -214,7 +214,7 @@ def test_a_ray_that_is_not_there_yet_is_waited_for(ray, clock, monkeypatch):
 
 
 CHILD = """
-import json, os, signal, sys, time
+import json, os, signal, sys
 
 def say(*words):
     with open(sys.argv[1], "a") as log:
@@ -223,9 +223,10 @@ def say(*words):
 say(*sys.argv[2:])
 if "--stop" in sys.argv:
     sys.exit()
-signal.signal(signal.SIGTERM, lambda *_: (say("lets go"), sys.exit()))
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # a signal just before a sleep would not end it
 os.write(int(os.environ["BATON_READY_FD"]), json.dumps({"workers": 5}).encode() + b"\\n")
-time.sleep(60)
+signal.sigwait({signal.SIGTERM})
+say("lets go")
 """
 
 
