@@ -10,7 +10,7 @@ revision is unpacked into a temporary folder and measured in its own process by 
 the other process is stopped. Each round starts both processes anew. In a round they take 40 short turns at each point:
 a prompt, or a few decode steps of sequences that stay open. Each pair of turns gives one ratio, after / before.
 *Equal logits* compares the bits of all logits of a greedy decode of four sequences.
-The last line of stdout is one JSON object: tokens/s, and the median ratios.
+The last line of stdout is one JSON object with the median ratios.
 """
 
 from __future__ import annotations

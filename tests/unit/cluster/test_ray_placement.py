@@ -295,11 +295,11 @@ def test_at_the_end_all_are_asked_and_then_killed_and_ray_ends_though_its_head_d
 
 
 @pytest.mark.parametrize(
-    ("program", "patience_s", "said"),
-    [(ENDS, 30.0, b"ends\n"), (IGNORES, 0.05, b"")],
+    ("program", "patience_s", "said", "code"),
+    [(ENDS, 30.0, b"ends\n", 0), (IGNORES, 0.05, b"", -signal.SIGKILL)],
     ids=["it ends", "it is frozen"],
 )
-def test_a_local_worker_is_killed_only_if_ray_does_not_end_it(ray, here, monkeypatch, program, patience_s, said):
+def test_a_local_worker_is_killed_only_if_ray_does_not_end_it(ray, here, monkeypatch, program, patience_s, said, code):
     """Ray prints an error about each worker that is killed."""
     monkeypatch.setattr("baton.cluster.backend_ray.KIND_S", patience_s)
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as worker:
@@ -308,7 +308,7 @@ def test_a_local_worker_is_killed_only_if_ray_does_not_end_it(ray, here, monkeyp
         here.ready(worker.pid)
         ray.on_kill = worker.terminate
         here.it.stop(0.1)
-        assert worker.stdout.read() == said
+        assert (worker.stdout.read(), worker.wait()) == (said, code)
 
 
 def test_a_local_ray_keeps_to_itself(ray, tmp_path):

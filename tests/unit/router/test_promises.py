@@ -189,6 +189,16 @@ async def test_what_no_wait_makes_possible_is_refused_with_the_reason(wish, text
     assert caught.value.retry_after_s == 60.0
 
 
+async def test_rows_that_requests_of_other_routers_take_are_the_reason_of_a_refusal():
+    desk = Desk(rows=2)
+    say(desk.pool, "d", report={"running": 2})
+    with pytest.raises(PromiseRefused, match="requests of other routers take all max_running places") as caught:
+        await desk.ask(flight(itl_s=1.0))
+    assert caught.value.retry_after_s == 1.0
+    say(desk.pool, "d", report={"running": 1})
+    assert isinstance(await desk.ask(flight(itl_s=1.0)), Placement)
+
+
 async def test_nothing_is_promised_before_steps_are_measured_or_without_a_pair():
     desk = Desk()
     say(desk.pool, "p", usable=False)
