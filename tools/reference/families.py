@@ -17,10 +17,13 @@ from baton.engine.models.spec import Family
 from baton.engine.tp.sharding import divided
 from baton.errors import ConfigError
 from baton.gguf.architectures import ARCHITECTURES
+from tests.unit.model.checkpoints import DENSE as DENSE_VARIANTS
+from tests.unit.model.checkpoints import LATENT, NATIVE, RECURRENT, SPARSE
 from tools.reference.pages import Page, code, table
 
 HEAD = ("`model_type`", "`architectures`", "difference from Llama", "biases", "default `max_position_embeddings`")
 MORE = ("sliding window", "thinking", "cache groups: per token; per sequence", "weight formats on CPUs", "TP")
+COMPARED = ("exact with `model.backend`", "compared checkpoints")
 SLIDES = {"never": "no", "all": "in all layers or none", "flagged": "with `use_sliding_window`"}
 # Smallest configs of the families, and one section of each kind for each method of `quantization_config`.
 SIZES: dict[str, Any] = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 8}
@@ -63,13 +66,14 @@ SECTIONS: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     "mxfp4": (("", {}),),
     "torchao": (("integers", {}),),
 }
+VARIANTS = DENSE_VARIANTS | SPARSE | LATENT | NATIVE | RECURRENT
 BIASES = (("qkv_bias", "q, k, v"), ("o_bias", "o"), ("mlp_bias", "MLP"))
 
 
 def page() -> Page:
     """Return the page of models."""
     wrapped = table(("`model_type`", "`architectures`"), ((code(name), code(each)) for name, each in WRAPPERS.items()))
-    families = table((*HEAD, *MORE), (_row(*each) for each in FAMILIES.items()))
+    families = table((*HEAD, *MORE, *COMPARED), (_row(*each) for each in FAMILIES.items()))
     return Page(
         "models.md", {"formats": _formats(), "families": families, "wrappers": wrapped, "fallback": _fallback()}
     )
@@ -77,7 +81,7 @@ def page() -> Page:
 
 def _fallback() -> str:
     """Return the results of `tools.fallback_models`."""
-    results: dict[str, Any] = json.loads((Path(__file__).parent / "fallback.json").read_text())
+    results = _fallback_results()
     kinds = Counter(result for _, result, _ in results["models"].values())
     counts = ", ".join(f"{count} {result}" for result, count in kinds.most_common())
     exact = ", ".join(code(name) for name, (_, result, _) in results["models"].items() if result == "exact")
@@ -85,6 +89,11 @@ def _fallback() -> str:
     return f"transformers {results['transformers']}, {results['date']}: {counts}.\n\n**Exact**: {exact}.\n\n" + table(
         ("`model_type`", "refused, or not tried, because"), rows
     )
+
+
+def _fallback_results() -> dict[str, Any]:
+    results: dict[str, Any] = json.loads((Path(__file__).parent / "fallback.json").read_text())
+    return results
 
 
 def _formats() -> str:
@@ -155,7 +164,16 @@ def _row(name: str, family: Family) -> tuple[str, ...]:
         "; ".join(_groups(config, name, family)),
         _of_weights(name, config),
         _divided(name),
+        *_compared(name, family),
     )
+
+
+def _compared(name: str, family: Family) -> tuple[str, str]:
+    """Return the backends with which the family is exact, and the checkpoints that tests compare with transformers."""
+    models = _fallback_results()["models"]
+    through = any(models.get(each, ("", ""))[1] == "exact" for each in (name, *family.also))
+    kinds = [each.removeprefix(f"{name}-") for each, kind in VARIANTS.items() if kind.family == name]
+    return "native, transformers" if through else "native", ", ".join(kinds)
 
 
 def _groups(config: ModelConfig, name: str, family: Family) -> list[str]:
