@@ -10,39 +10,41 @@
 #include "common.h"
 
 #define ACC 8 /* most rows of W in a tile */
-#define MR 3
-#define ONCE 8 /* most rows of x in one pass */
 #ifdef __AVX512F__
-#define NR 8
-#define BROAD 4 /* rows of W in a tile of such a pass, for up to WIDE rows of x */
-#define WIDE 6
-#define NARROW 3 /* the same for more rows of x */
+#define MR 6
+#define NR 4
 #define SINGLE 8 /* rows of W in a tile for one row of x */
 #ifndef WIDEN
-#define AT_ONCE /* is faster than tiles for up to ONCE rows of x */
+#define AT_ONCE                 /* which is faster than tiles for up to ONCE rows of x */
+#define ONCE (PAIR > 1 ? 6 : 8) /* most rows of x in one pass */
+#define NARROW 3                /* rows of W in a tile of such a pass for more than MR rows of x */
 #endif
 #else
+#if defined(__aarch64__) || defined(WIDEN)
+#define MR 3
 #define NR 4
-#define SINGLE MIN(HALVES * 4, LANES)
+#else /* 16 registers: 12 sums, a vector of each row of W, and one of x */
+#define MR 4
+#define NR 3
 #endif
-#define SINGLE_LINES ((int)(SINGLE * sizeof(V) / LINE)) /* of W per vector of its rows in such a tile */
-#define NEAR_BYTES (24 << 10) /* of tiles to prefetch into the first-level cache, in addition to the one in use */
+#define SINGLE 4
+#endif
+#define CLOSE 4                   /* the same if its rows are so short that prefetches aim at the first-level cache */
+#define CLOSE_BYTES (3 << 10)     /* of such a row at most */
 #define LINE 64
-#define LINES ((int)(NR * sizeof(V) / LINE)) /* of W per vector of its rows in a tile */
+#define AHEAD_BYTES (8 << 10)     /* prefetches go two tiles ahead if a tile is shorter */
 #define PANEL_BYTES (384 << 10)   /* of x, so that a panel stays in the second-level cache */
 #define MAX_PANEL 192             /* rows of x */
 #define FLAT_STEP ((long)(sizeof(V) / sizeof(elem)))
 
 #ifdef WIDEN
 #define HALVES 2
-#define TILE_BYTES (16384 / NR) /* of one row of W */
 typedef float flat_x;
 #else
 #define HALVES 1
-#define TILE_BYTES 4096
 typedef elem flat_x;
 #endif
-#define TILE_ELEMS (TILE_BYTES / (long)sizeof(flat_x))
+#define TILE_ELEMS (4096 / (long)sizeof(flat_x)) /* most of K, so that a tile of W stays in the first-level cache */
 
 /* Returns the even elements of a vector of W, or the odd ones, if they must be widened. */
 INLINE VI half(VI w, int odd) {
@@ -54,26 +56,37 @@ INLINE VI half(VI w, int odd) {
 #endif
 }
 
-/* Prevents that the compiler loads a vector again for each use, which it does where registers are few. */
+/* Prevents that the compiler loads a vector again for each use, which costs up to a quarter of the speed. */
 INLINE VI in_register(VI v) {
 #ifdef __aarch64__
     __asm__("" : "+w"(v));
-#elif !defined(__AVX512F__)
+#elif defined(__AVX512F__)
+    __asm__("" : "+v"(v));
+#else
     __asm__("" : "+x"(v));
 #endif
     return v;
 }
 
 #ifdef __aarch64__
-INLINE V sums_of(const V v[ACC]) { return vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3])); }
+INLINE V sums_of(const V v[ACC], const int nr) {
+    (void)nr;
+    return vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3]));
+}
 #else
+/* Both trees are the same, so `nr` does not change the bits of a sum. */
+INLINE __m256 sum4(const V v[4]) {
+    __m256 a = _mm256_hadd_ps(v_halves(v[0]), v_halves(v[1])), b = _mm256_hadd_ps(v_halves(v[2]), v_halves(v[3]));
+    a = _mm256_hadd_ps(a, b);
+    return _mm256_add_ps(a, _mm256_permute2f128_ps(a, a, 1));
+}
 INLINE __m256 sum8(const V v[8]) {
     __m256 a = _mm256_hadd_ps(v_halves(v[0]), v_halves(v[1])), b = _mm256_hadd_ps(v_halves(v[2]), v_halves(v[3]));
     __m256 c = _mm256_hadd_ps(v_halves(v[4]), v_halves(v[5])), d = _mm256_hadd_ps(v_halves(v[6]), v_halves(v[7]));
     a = _mm256_hadd_ps(a, b), c = _mm256_hadd_ps(c, d);
     return _mm256_add_ps(_mm256_permute2f128_ps(a, c, 0x20), _mm256_permute2f128_ps(a, c, 0x31));
 }
-INLINE V sums_of(const V v[ACC]) { return v_widen(sum8(v)); }
+INLINE V sums_of(const V v[ACC], const int nr) { return v_widen(nr > 4 ? sum8(v) : sum4(v)); }
 #endif
 
 typedef struct {
@@ -83,21 +96,18 @@ typedef struct {
     long rows, n, k, stride_x, stride_y, wide;
 } linear_args;
 
-INLINE void put(const linear_args *a, long m, long n, int nr, V sums) {
+INLINE void put(const linear_args *a, long m, long n, const int nr, V sums) {
     const long at = m * a->stride_y + n;
     if (a->bias) sums += load(a->bias + n, nr);
-    if (a->wide)
-        v_store_first((float *)a->y + at, nr, sums);
+    /* `nr` is a constant here, and a copy of a constant size is faster than a store with a mask. */
 #ifdef ELEM_BF16
-    else if (LANES > 4 && (nr == 8 || nr == 4)) { /* stores with a mask are slow */
+    if (!a->wide) {
         const v_bf16 bits = v_to_bf16(sums);
-        memcpy((elem *)a->y + at, &bits, nr == 8 ? 16 : 8);
+        memcpy((elem *)a->y + at, &bits, nr * sizeof(elem));
+        return;
     }
 #endif
-    else if (nr == LANES)
-        store((elem *)a->y + at, LANES, sums);
-    else
-        store((elem *)a->y + at, nr, sums);
+    memcpy((float *)a->y + at, &sums, nr * sizeof(float));
 }
 
 /* Loads `n` elements of W as they are, less than a vector of them. The rest is zero. */
@@ -136,13 +146,28 @@ INLINE void put_sums(const linear_args *a, long m, long n, const int nr, const V
     V sums[ACC] = {0};
 #pragma GCC unroll 8
     for (int j = 0; j < nr; j++) sums[j] = acc[j];
-    put(a, m, n, nr, sums_of(sums));
+    put(a, m, n, nr, sums_of(sums, nr));
 }
 
-/* acc[i][j] += x_i . w_j over one vector of each row of W. One of them is held at a time. */
+/* acc[i][j] += x_i . w_j over one vector of each row of W. Registers hold those of W if they are fewer. */
 INLINE void add_step(V (*acc)[ACC], const flat_x *x, long sx, const elem *w, long sw, const int mr, const int nr) {
+    if (mr > nr) {
+#pragma GCC unroll 2
+        for (int h = 0; h < HALVES; h++) {
+            VI wv[NR];
+#pragma GCC unroll 8
+            for (int j = 0; j < nr; j++) wv[j] = in_register(half(vi_load(w + j * sw), h));
+#pragma GCC unroll 8
+            for (int i = 0; i < mr; i++) {
+                const VI xv = in_register(vi_load(x + i * sx + h * LANES));
+#pragma GCC unroll 8
+                for (int j = 0; j < nr; j++) acc[i][j] = dot(acc[i][j], xv, wv[j]);
+            }
+        }
+        return;
+    }
     VI xv[HALVES][MR];
-#pragma GCC unroll 3
+#pragma GCC unroll 8
     for (int i = 0; i < mr; i++)
 #pragma GCC unroll 2
         for (int h = 0; h < HALVES; h++) {
@@ -154,7 +179,7 @@ INLINE void add_step(V (*acc)[ACC], const flat_x *x, long sx, const elem *w, lon
         const VI wv = in_register(vi_load(w + j * sw));
 #pragma GCC unroll 2
         for (int h = 0; h < HALVES; h++)
-#pragma GCC unroll 3
+#pragma GCC unroll 8
             for (int i = 0; i < mr; i++) acc[i][j] = dot(acc[i][j], xv[h][i], half(wv, h));
     }
 }
@@ -169,6 +194,30 @@ INLINE void add_rest(V (*acc)[ACC], const flat_x *x, long sx, const elem *w, lon
         }
 }
 
+/* The same as `add_step` for widened rows of W. */
+INLINE void add_wide(V (*acc)[ACC], const float *x, long sx, const float *w, const int mr, const int nr) {
+    VI held[MAX(MR, NR)];
+    if (mr > nr) {
+#pragma GCC unroll 8
+        for (int j = 0; j < nr; j++) held[j] = in_register(vi_load(w + j * TILE_ELEMS));
+#pragma GCC unroll 8
+        for (int i = 0; i < mr; i++) {
+            const VI xv = in_register(vi_load(x + i * sx));
+#pragma GCC unroll 8
+            for (int j = 0; j < nr; j++) acc[i][j] = (V)OP(fmadd_ps)((V)xv, (V)held[j], acc[i][j]);
+        }
+        return;
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < mr; i++) held[i] = in_register(vi_load(x + i * sx));
+#pragma GCC unroll 8
+    for (int j = 0; j < nr; j++) {
+        const VI wv = in_register(vi_load(w + j * TILE_ELEMS));
+#pragma GCC unroll 8
+        for (int i = 0; i < mr; i++) acc[i][j] = (V)OP(fmadd_ps)((V)held[i], (V)wv, acc[i][j]);
+    }
+}
+
 INLINE void fetch_lines(const char *next, const int count, const int near) {
 #pragma GCC unroll 8
     for (int j = 0; j < count; j++)
@@ -178,11 +227,12 @@ INLINE void fetch_lines(const char *next, const int count, const int near) {
             fetch_far(next + j * LINE);
 }
 
-/* acc[i][j] += x_i . w_j over `k` elements. Each step prefetches `fetch` cache lines from `next` on. */
+/* acc[i][j] += x_i . w_j over `k` elements. Each step prefetches `fetch` cache lines from `next` on, which moves by
+ * `stride` bytes. */
 INLINE void tile(V (*acc)[ACC], const flat_x *x, long sx, const elem *w, long sw, long k, const int mr, const int nr,
-                 const char *next, const int fetch, const int near) {
+                 const char *next, const long stride, const int fetch, const int near) {
     long at = 0;
-    for (; at + FLAT_STEP <= k; at += FLAT_STEP, next += fetch * LINE) {
+    for (; at + FLAT_STEP <= k; at += FLAT_STEP, next += stride) {
         fetch_lines(next, fetch, near);
         add_step(acc, x + at, sx, w + at, sw, mr, nr);
     }
@@ -191,19 +241,16 @@ INLINE void tile(V (*acc)[ACC], const flat_x *x, long sx, const elem *w, long sw
 
 /* The same for widened rows of W. */
 INLINE void wide_tile(V (*acc)[ACC], const float *x, long sx, const float *w, long k, const int mr, const int nr,
-                      const char *next, const int fetch) {
-    for (long at = 0; at < k; at += LANES, next += fetch * LINE) {
-        VI xv[MR];
+                      const char *next, const long stride, const int fetch) {
+    for (long at = 0; at < k; at += LANES, next += stride) {
         fetch_lines(next, fetch, 0);
-#pragma GCC unroll 3
-        for (int i = 0; i < mr; i++) xv[i] = in_register(vi_load(x + i * sx + at));
-#pragma GCC unroll 8
-        for (int j = 0; j < nr; j++) {
-            const VI wv = in_register(vi_load(w + j * TILE_ELEMS + at));
-#pragma GCC unroll 3
-            for (int i = 0; i < mr; i++) acc[i][j] = (V)OP(fmadd_ps)((V)xv[i], (V)wv, acc[i][j]);
-        }
+        add_wide(acc, x + at, sx, w + at, mr, nr);
     }
+}
+
+/* Returns how many tiles of `nr` rows of W to prefetch ahead. */
+INLINE long tiles_ahead(const linear_args *a, const int nr) {
+    return nr * a->k * (long)sizeof(elem) < AHEAD_BYTES ? 2 : 1;
 }
 
 /* Returns the words of scratch per row of x: its widened elements, padded. */
@@ -212,85 +259,91 @@ long NAME(linear_scratch)(long k) { return HALVES > 1 ? (k + FLAT_STEP - 1) / FL
 /* Multiplies rows [m, m + mr) of x with W rows [n, n + nr) over K from k0 to k1. `kept` holds unfinished sums. `wide`
  * has this part of W widened, or is NULL. */
 INLINE void step(const linear_args *a, long m, long n, long k0, long k1, const int mr, const int nr, V *kept,
-                 const char *next, const int fetch, const float *wide, const int near) {
+                 const char *next, const long stride, const int fetch, const float *wide, const int near) {
     V acc[MR][ACC];
-#pragma GCC unroll 3
+#pragma GCC unroll 8
     for (int i = 0; i < mr; i++)
 #pragma GCC unroll 8
         for (int j = 0; j < nr; j++) acc[i][j] = k0 ? kept[i * NR + j] : v_set(0);
     const flat_x *x = (const flat_x *)a->x + m * a->stride_x + k0;
     if (HALVES > 1 && wide)
-        wide_tile(acc, (const float *)x, a->stride_x, wide, NAME(linear_scratch)(k1 - k0), mr, nr, next, fetch);
+        wide_tile(acc, (const float *)x, a->stride_x, wide, NAME(linear_scratch)(k1 - k0), mr, nr, next, stride, fetch);
     else
-        tile(acc, x, a->stride_x, a->w + n * a->k + k0, a->k, k1 - k0, mr, nr, next, fetch, near);
+        tile(acc, x, a->stride_x, a->w + n * a->k + k0, a->k, k1 - k0, mr, nr, next, stride, fetch, near);
     if (k1 < a->k) {
-#pragma GCC unroll 3
+#pragma GCC unroll 8
         for (int i = 0; i < mr; i++)
 #pragma GCC unroll 8
             for (int j = 0; j < nr; j++) kept[i * NR + j] = acc[i][j];
         return;
     }
-#pragma GCC unroll 3
+#pragma GCC unroll 8
     for (int i = 0; i < mr; i++) put_sums(a, m + i, n, nr, acc[i]);
 }
 
-#define STEP(MR_, NR_, FETCH_) step(a, m, n, k0, k1, MR_, NR_, kept, next, FETCH_, WIDE_TILE, 0)
+#define STEP(MR_, NR_, FETCH_) step(a, m, n, k0, k1, MR_, NR_, kept, next, stride, FETCH_, WIDE_TILE, 0)
 #define BY_ROWS(NR_, FETCH_)                                                                                           \
-    (mr == 3   ? STEP(3, NR_, FETCH_)                                                                                  \
-     : mr == 2 ? STEP(2, NR_, FETCH_)                                                                                  \
-               : STEP(1, NR_, FETCH_))
+    (mr == MR           ? STEP(MR, NR_, FETCH_)                                                                        \
+     : mr == MIN(5, MR) ? STEP(MIN(5, MR), NR_, FETCH_)                                                                \
+     : mr == MIN(4, MR) ? STEP(MIN(4, MR), NR_, FETCH_)                                                                \
+     : mr == 3          ? STEP(3, NR_, FETCH_)                                                                         \
+     : mr == 2          ? STEP(2, NR_, FETCH_)                                                                         \
+                        : STEP(1, NR_, FETCH_))
 
 #define WIDE_TILE wide
-static void pick(const linear_args *a, long m, int mr, long n, long k0, long k1, V *kept, const char *next, int fetch,
+/* `step` with at least as many prefetches as `stride` needs, or with none. */
+static void pick(const linear_args *a, long m, int mr, long n, long k0, long k1, V *kept, const char *next, long stride,
                  const float *wide) {
-    if (fetch == 8) BY_ROWS(NR, 8);
-    else if (fetch == 4) BY_ROWS(NR, 4);
-    else if (fetch == 2) BY_ROWS(NR, 2);
-    else if (fetch == 1) BY_ROWS(NR, 1);
-    else BY_ROWS(NR, 0);
+    if (!stride) BY_ROWS(NR, 0);
+    else if (stride <= LINE) BY_ROWS(NR, 1);
+    else if (stride <= 2 * LINE) BY_ROWS(NR, 2);
+    else BY_ROWS(NR, 4);
 }
 #undef WIDE_TILE
 
 #define WIDE_TILE NULL
+/* Multiplies row m of x with tiles of `nr` rows of W, and prefetches a later tile. Returns the first row that is left. */
+INLINE long single(const linear_args *a, long m, long n, long end, const int nr, const int near) {
+    const long ahead = tiles_ahead(a, nr) * nr, stride = nr * sizeof(V);
+    for (; n + nr <= end; n += nr)
+        step(a, m, n, 0, a->k, 1, nr, NULL, (const char *)(a->w + (n + ahead) * a->k), stride,
+             (int)(nr * sizeof(V) / LINE), NULL, near);
+    return n;
+}
+
 /* Multiplies the last rows of W, fewer than a tile, in one pass. All rows of W, if there is one row of x. */
 static void rest(const linear_args *a, long m, int mr, long n, long end) {
-    const long k0 = 0, k1 = a->k;
-    V kept[MR * NR]; /* unused, because K is not divided */
+    const long k0 = 0, k1 = a->k, stride = 0;
     const char *next = NULL;
-    if (mr == 1) {
-        const int near = 2 * SINGLE * a->k * (long)sizeof(elem) <= NEAR_BYTES;
-        for (; n + SINGLE <= end; n += SINGLE) {
-            next = (const char *)(a->w + (n + 2 * SINGLE) * a->k);
-            if (near) step(a, m, n, k0, k1, 1, SINGLE, kept, next, SINGLE_LINES, NULL, 1);
-            else step(a, m, n, k0, k1, 1, SINGLE, kept, next, SINGLE_LINES, NULL, 0);
-        }
-    }
+    V kept[MR * NR]; /* unused, because K is not divided */
+    const int close = a->k * (long)sizeof(elem) <= CLOSE_BYTES;
+    if (mr == 1) n = close ? single(a, m, n, end, CLOSE, 1) : single(a, m, n, end, SINGLE, 0);
     for (; n + 4 <= end; n += 4) BY_ROWS(4, 0);
     for (; n < end; n++) BY_ROWS(1, 0);
 }
 #undef WIDE_TILE
 
 #ifdef AT_ONCE
-/* Multiplies `mr` rows of x with W rows [n, n + nr), and prefetches the tile `ahead` tiles later in memory order. */
-INLINE void once_tile(const linear_args *a, long m, long n, const int mr, const int nr, const int ahead) {
+/* Multiplies `mr` rows of x with W rows [n, n + nr), and prefetches the tile that is `ahead` rows later. */
+INLINE void once_tile(const linear_args *a, long m, long n, const int mr, const int nr, const long ahead, const int near) {
     const flat_x *x = (const flat_x *)a->x + m * a->stride_x;
     const elem *w = a->w + n * a->k;
-    const char *next = (const char *)(w + ahead * nr * a->k);
+    const char *next = (const char *)(w + ahead * a->k);
     long at = 0;
     V acc[ONCE][ACC];
 #pragma GCC unroll 8
     for (int i = 0; i < mr; i++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int j = 0; j < nr; j++) acc[i][j] = v_set(0);
     for (; at + FLAT_STEP <= a->k; at += FLAT_STEP, next += nr * sizeof(V)) {
-        fetch_lines(next, nr * (int)sizeof(V) / LINE, 1);
-        VI wv[BROAD];
-#pragma GCC unroll 4
+        fetch_lines(next, nr * (int)sizeof(V) / LINE, near);
+        VI wv[NR];
+#pragma GCC unroll 8
         for (int j = 0; j < nr; j++) wv[j] = vi_load(w + j * a->k + at);
 #pragma GCC unroll 8
         for (int i = 0; i < mr; i++) {
             const VI xv = vi_load(x + i * a->stride_x + at);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int j = 0; j < nr; j++) acc[i][j] = dot(acc[i][j], xv, wv[j]);
         }
     }
@@ -299,21 +352,25 @@ INLINE void once_tile(const linear_args *a, long m, long n, const int mr, const 
     for (int i = 0; i < mr; i++) put_sums(a, m + i, n, nr, acc[i]);
 }
 
-#define TILES(MR_, NR_, AHEAD_)                                                                                        \
-    for (; n + NR_ <= end; n += NR_) once_tile(a, m, n, MR_, NR_, AHEAD_);                                             \
+#define TILES(MR_, NR_)                                                                                                \
+    if (NR_ * row < AHEAD_BYTES)                                                                                       \
+        for (; n + NR_ <= end; n += NR_) once_tile(a, m, n, MR_, NR_, NR_, 1);                                         \
+    else                                                                                                               \
+        for (; n + NR_ <= end; n += NR_) once_tile(a, m, n, MR_, NR_, NR_, 0);                                         \
     break
 
 /* Multiplies rows [m, m + rows) of x in one pass over W rows [n, end). */
 static void once(const linear_args *a, long m, long rows, long n, long end) {
+    const long row = a->k * sizeof(elem);
     switch (rows) {
-    case 2: TILES(2, BROAD, 1);
-    case 3: TILES(3, BROAD, 1);
-#ifdef __AVX512F__
-    case 4: TILES(4, BROAD, 1);
-    case 5: TILES(5, BROAD, 1);
-    case 6: TILES(6, BROAD, 1);
-    case 7: TILES(7, NARROW, 2);
-    case 8: TILES(8, NARROW, 2);
+    case 2: TILES(2, NR);
+    case 3: TILES(3, NR);
+    case 4: TILES(4, NR);
+    case 5: TILES(5, NR);
+    case 6: TILES(6, NR);
+#if ONCE > 6
+    case 7: TILES(7, NARROW);
+    case 8: TILES(8, NARROW);
 #endif
     }
     for (long i = 0; i < rows; i += MR) rest(a, m + i, (int)MIN(MR, rows - i), n, end);
@@ -324,8 +381,7 @@ static void once(const linear_args *a, long m, long rows, long n, long end) {
 static void panel(const linear_args *a, long first, long rows, long begin, long end) {
     static __thread V kept[(MAX_PANEL + MR) * NR];
 #ifdef AT_ONCE
-    const long near = 2 * NARROW * a->k * (long)sizeof(elem) <= NEAR_BYTES;
-    if (1 < rows && rows <= (near ? ONCE : WIDE)) {
+    if (1 < rows && rows <= ONCE) {
         once(a, first, rows, begin, end);
         return;
     }
@@ -333,13 +389,14 @@ static void panel(const linear_args *a, long first, long rows, long begin, long 
     const long passes = (rows + MR - 1) / MR;
     const long parts = rows > MR ? (a->k + TILE_ELEMS - 1) / TILE_ELEMS : 1;
     const long kb = ((a->k + parts - 1) / parts + 63) / 64 * 64;
-    const int each = LINES / (passes > 1 ? HALVES : 1);
-    const int fetch = MAX(1, passes >= 8 ? each / 8 : passes >= 4 ? each / 4 : passes >= 2 ? each / 2 : each);
-    const long lines = fetch * LINE;
+    const long step = passes > 1 && HALVES > 1 ? LANES : FLAT_STEP; /* of K */
+    const long lines = (NR * step * (long)sizeof(elem) + passes - 1) / passes;
+    const long ahead = tiles_ahead(a, NR) * NR;
     long n = begin;
     for (; n + NR <= end && rows > 1; n += NR) {
-        /* Prefetches the next rows of W in memory order, which is the fastest order. */
-        const char *next = (const char *)(a->w + (n + NR) * a->k), *stop = next + NR * a->k * sizeof(elem);
+        /* All steps prefetch equally much of a later tile, in memory order, so that memory never waits. */
+        const char *next = (const char *)(a->w + (n + ahead) * a->k);
+        const long stride = n + ahead + NR <= end ? lines : 0;
         for (long k0 = 0; k0 < a->k; k0 += kb) {
             const long k1 = MIN(a->k, k0 + kb);
             const float *wide = NULL;
@@ -350,9 +407,8 @@ static void panel(const linear_args *a, long first, long rows, long begin, long 
 #endif
             for (long p = 0; p < passes; p++) {
                 const long m = rows * p / passes, count = rows * (p + 1) / passes - m;
-                const int mine = n + 2 * NR <= end && next < stop ? fetch : 0;
-                pick(a, first + m, (int)count, n, k0, k1, kept + m * NR, next, mine, wide);
-                next += mine ? (k1 - k0) / (wide ? LANES : FLAT_STEP) * lines : 0;
+                pick(a, first + m, (int)count, n, k0, k1, kept + m * NR, next, stride, wide);
+                next += (k1 - k0) / step * stride;
             }
         }
     }
@@ -364,12 +420,13 @@ static void panel(const linear_args *a, long first, long rows, long begin, long 
 
 /* Threads take pieces of W dynamically, so that a delayed thread takes fewer. */
 #define PIECE_BYTES (256 << 10)
+#define PIECE_ROWS 96 /* a multiple of all tiles */
 
 static void flat(const linear_args *a, int threads) {
     const long most = MAX(MR, MIN(MAX_PANEL, PANEL_BYTES / (long)(a->k * sizeof(flat_x)) / MR * MR));
     const long panels = (a->rows + most - 1) / most;
     const long even = (a->n + threads - 1) / threads, row = a->k * sizeof(elem);
-    const long piece = threads > 1 ? (MIN(even, MAX(PIECE_BYTES / row, even / 16)) + 63) / 64 * 64 : a->n;
+    const long piece = threads > 1 ? (MIN(even, MAX(PIECE_BYTES / row, even / 16)) + PIECE_ROWS - 1) / PIECE_ROWS * PIECE_ROWS : a->n;
     const long pieces = (a->n + piece - 1) / piece;
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (threads > 1)
     for (long i = 0; i < pieces; i++) {
