@@ -23,11 +23,15 @@
 #if defined(__aarch64__) || defined(WIDEN)
 #define MR 3
 #define NR 4
+#define SINGLE 4
+#ifdef __AVX2__
+#define STREAM 1024 /* bytes to prefetch ahead in each row of W for one row of x */
+#endif
 #else /* 16 registers: 12 sums, a vector of each row of W, and one of x */
 #define MR 4
 #define NR 3
+#define SINGLE 8
 #endif
-#define SINGLE 4
 #endif
 #define CLOSE 4                   /* the same if its rows are so short that prefetches aim at the first-level cache */
 #define CLOSE_BYTES (3 << 10)     /* of such a row at most */
@@ -234,6 +238,10 @@ INLINE void tile(V (*acc)[ACC], const flat_x *x, long sx, const elem *w, long sw
     long at = 0;
     for (; at + FLAT_STEP <= k; at += FLAT_STEP, next += stride) {
         fetch_lines(next, fetch, near);
+#ifdef STREAM
+        if (mr == 1 && !near)
+            for (int j = 0; j < nr; j++) fetch_near((const char *)(w + j * sw + at) + STREAM);
+#endif
         add_step(acc, x + at, sx, w + at, sw, mr, nr);
     }
     if (at < k) add_rest(acc, x + at, sx, w + at, sw, k - at, mr, nr);
