@@ -33,7 +33,6 @@ from kvtransfer.transports.base import (
     Endpoint,
     Places,
     RemotePool,
-    StagedPool,
     Transport,
 )
 from kvtransfer.wire import FingerprintRefused, FrameRefused, end_of, frame_of, refusal_to_pb
@@ -164,9 +163,8 @@ class ReceiveLoop:
         self._reply = reply
         self._ring = end.ring_of(transport)
         self._credited = 0
-        self._one_sided, self._networked = transport.one_sided, transport.networked
+        self._one_sided = transport.one_sided
         self._pool: RemotePool | None = None  # of a one-sided channel, when it is built
-        self._staged: StagedPool | None = None
         self._done_at = 0.0  # when the last frame was done
 
     def stop(self) -> None:
@@ -179,11 +177,10 @@ class ReceiveLoop:
         if channel.control_socket is not None and self.announced:
             raise FrameRefused("a frame was announced before the channel was built")
         self.queue.control_socket, self._pool = channel.control_socket, channel.pool
-        self._staged = channel.pool if isinstance(channel.pool, StagedPool) else None
         try:
             self._run(channel)
         finally:
-            self._pool = self._staged = None  # the session is kept after its end, and the sender's pool must not be
+            self._pool = None  # the session is kept after its end, and the sender's pool must not be
 
     def _run(self, channel: ChannelEnd) -> None:
         todo: deque[Frame | EndOfHandoff | None] = deque()
@@ -219,7 +216,7 @@ class ReceiveLoop:
             todo.append(early.popleft())
 
     def _start(self, channel: ChannelEnd, frame: Frame) -> None:
-        """Post the receive of a frame, or begin to read it from the places that are known now."""
+        """Post the receive of a frame, or note the places that are known now."""
         with channel.turn():
             channel.start(frame.number, frame.spec.nbytes)
         inbound = frame.inbound
@@ -227,8 +224,6 @@ class ReceiveLoop:
             if len(inbound.places.blocks) * channel.pool.block_size < frame.spec.end:
                 raise FrameRefused(f"frame {frame.number}: its places in the sender's pool are not known")
             frame.places = replace(inbound.places)
-        if self._staged is not None and (inbound is None or not inbound.dropped):
-            self._staged.begin(frame.number, frame.spec, frame.places)
 
     def _checked_packet(self, command: pb.PeerCommand) -> Frame | Listing:
         if command.HasField("blocks"):
@@ -278,8 +273,6 @@ class ReceiveLoop:
             inbound = known.get(convert.handoff_from_pb(message.handoff))
             if inbound is None or not (inbound.announced.fits if self._one_sided else inbound.announced.accepts)(spec):
                 raise FrameRefused(f"frame {number}: {spec} does not continue an accepted handoff")
-            if self._one_sided and self._networked and not message.digest:
-                raise FrameRefused(f"frame {number}: it comes over a network and has no digest")
         elif spec != wire.frame(self._ring) or number >= wire.FRAMES:
             raise FrameRefused(f"frame {number} belongs to no handoff")
         if number != self.announced or spec.nbytes > self._ring.size:
@@ -342,14 +335,9 @@ class ReceiveLoop:
         inbound.places.fresh = frame.places.fresh
         if not whole:
             return inbound.announced.spoiled(spec)
-        if frame.digest and frame.digest != wire_digest(self._as_read(spec, blocks)):
+        if frame.digest and frame.digest != wire_digest(kv.copied(spec.layers, blocks, spec.begin, spec.end)):
             raise DigestMismatch(f"handoff {inbound.handoff}: frame {frame.number} differs")
         return inbound.announced.read(spec)
-
-    def _as_read(self, spec: FrameSpec, blocks: Sequence[int]) -> Tensor:
-        if self._staged is not None:
-            return self._staged.staged(spec.nbytes)
-        return self._end.kv.copied(spec.layers, blocks, spec.begin, spec.end)
 
     def _hash(self, inbound: IncomingHandoff, whole: KVDigest) -> None:
         """Compute the digest of the whole KV from its blocks. Raises StaleAttempt."""

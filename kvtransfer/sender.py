@@ -245,7 +245,7 @@ class SendChannel:
         self._keys = KeyRelay(lambda key, value: self._put(pb.PeerCommand(store_key=pb.StoreKey(key=key, value=value))))
         self.queue = SendQueue(end, f"channel {self._name} to {to}", self._put, self._keys, reports)
         self._stream: PeerStream | None = None
-        self._one_sided = self._verifies = False
+        self._one_sided = False
         self.queue.add(job)
         self._thread = threading.Thread(target=self._run, name=f"kv-send-{self._name}", daemon=True)
         self._thread.start()
@@ -310,7 +310,6 @@ class SendChannel:
         if chosen is None:
             raise ChannelBroken(f"channel {self._name}: {self.to} chose transport {transport!r}, which is not offered")
         self._one_sided = chosen.one_sided
-        self._verifies = chosen.networked or self._end.settings.verify_frames
         return chosen.open(self._name, Side.SENDER, self._keys, ring, self._end.settings.frame_deadline_s)
 
     def _probe(self, channel: ChannelEnd, ring: Ring) -> float:
@@ -360,7 +359,7 @@ class SendChannel:
         started, digest, withdrawals = time.monotonic(), b"", push.withdrawals
         if mark := self.queue.mark_of(push, frame):
             mark.synchronize()
-        if self._verifies:
+        if self._end.settings.verify_frames:
             with self.queue.reading(push, frame) as blocks:
                 if not blocks:
                     return

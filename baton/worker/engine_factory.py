@@ -163,10 +163,10 @@ def exposes_kv(settings: WorkerSettings, device: torch.device) -> bool:
     """Whether other processes shall read the KV here. Caches of decode workers stay private unless a transport that
     reads is named: attention on CPUs is slower on the ordinary pages that shared memory often has.
     """
-    wanted, named = settings.transfer.transport, {"shm", "nixl"} if device.type == "cpu" else {"cuda_ipc"}
-    if (device.type != "cpu" and settings.tensor_parallel > 1) or wanted not in {"auto", *named}:
+    wanted, named = settings.transfer.transport, "shm" if device.type == "cpu" else "cuda_ipc"
+    if (device.type != "cpu" and settings.tensor_parallel > 1) or wanted not in {"auto", named}:
         return False
-    return wanted in named or (settings.role is Role.PREFILL and can_expose(device))
+    return wanted == named or (settings.role is Role.PREFILL and can_expose(device))
 
 
 def use_threads(settings: WorkerSettings) -> None:

@@ -13,7 +13,6 @@ from collections import deque
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
@@ -140,7 +139,7 @@ class NixlReader:
             if len(under_way) == window:
                 self._reader.wait(under_way.popleft())
             here, there, nbytes = self._data.data_ptr() + at, self._address + at, min(frame, len(self._data) - at)
-            under_way.append(self._reader.start(*(np.array([word], dtype=np.uint64) for word in (here, there, nbytes))))
+            under_way.append(self._reader.start(here, there, nbytes))
         for handle in under_way:
             self._reader.wait(handle)
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -125,19 +125,6 @@ class RemotePool(Protocol):
         """
 
 
-@runtime_checkable
-class StagedPool(RemotePool, Protocol):
-    """A pool that is read over a network, into staging: the reads of several frames overlap."""
-
-    def begin(self, number: int, spec: FrameSpec, places: Places) -> None:
-        """Begin to read a frame, or a piece of the probe, into its slot. `ChannelEnd.finish` waits for it, and `read`
-        then copies the frame that finished last from its slot. Raises ChannelBroken.
-        """
-
-    def staged(self, nbytes: int) -> Tensor:
-        """Return the frame that finished last: uint8 [nbytes], in wire order and main memory."""
-
-
 class ChannelEnd(Protocol):
     """One end of a channel; see the contract above. Frames are numbered 0, 1, 2, ... on both ends."""
 
@@ -172,8 +159,7 @@ class Transport(Protocol):
     """A kind of channel. Two ends can use it if their `name` and `reach` are equal."""
 
     name: str  # in the cluster file and in PeerHello
-    one_sided: bool  # the receiver reads the sender's pool; there are no slots
-    networked: bool  # bytes pass a network, so every frame has a digest, whatever the settings are
+    one_sided: bool  # the receiver reads the sender's pool, on the same host; there are no slots
     sends: bool  # whether this worker can be the sender
     reach: str  # a value shared by all ends that can meet, such as a host name; empty means everywhere
 
@@ -241,8 +227,7 @@ class Endpoint:
 
     def ring_of(self, transport: Transport) -> Ring:
         """The ring that this worker grants for a channel. Frames that need no staging are as large as a whole ring."""
-        staged = not transport.one_sided or transport.networked
-        return self.ring if staged else Ring(self.ring.slots, self.ring.nbytes)
+        return Ring(self.ring.slots, self.ring.nbytes) if transport.one_sided else self.ring
 
     @property
     def max_channels(self) -> int:

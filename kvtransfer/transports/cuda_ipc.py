@@ -43,7 +43,7 @@ class CudaIpcTransport:
     """
 
     name = "cuda_ipc"
-    one_sided, networked = True, False
+    one_sided = True
 
     def __init__(self, kv: KVCache, gpu: Device | None = None) -> None:
         check_platform()

@@ -36,7 +36,7 @@ class GrpcTransport:
     """
 
     name = "grpc"
-    one_sided, networked, sends = False, True, True
+    one_sided, sends = False, True
     reach = ""
     device = torch.device("cpu")
 

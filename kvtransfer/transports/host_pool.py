@@ -47,16 +47,10 @@ def receive_pool(connected: socket.socket, ours: KVLayout, leaving: ExitStack, h
     if len(files) != 1 or len(packed) != size:
         raise ConnectionError("the peer sent no memory")
     blocks, kv_bytes, block_size = _POOL.unpack_from(packed)
-    layout = layout_of(ours, blocks, kv_bytes, block_size)
-    return Passed(Shape(blocks, kv_bytes), layout, files[0], packed[_POOL.size :])
-
-
-def layout_of(ours: KVLayout, blocks: int, kv_bytes: int, block_size: int) -> KVLayout:
-    """Return the layout of a sender's pool, `ours` except for the block size. Raises ConnectionError if it is not."""
     layout = replace(ours, block_size=block_size)
     if not block_size or kv_bytes != blocks * layout.block_bytes:
         raise ConnectionError(f"{kv_bytes} bytes are not {blocks} blocks of {block_size} positions")
-    return layout
+    return Passed(Shape(blocks, kv_bytes), layout, files[0], packed[_POOL.size :])
 
 
 class PoolEnd:

@@ -1,15 +1,15 @@
-"""NIXL: the receiver reads the sender's KV pool over a network, several frames at a time.
+"""NIXL: the receiver reads frames from staging of the sender over a network, several at a time.
 
-A frame arrives in staging. After it has arrived, the generations of its blocks are read, too; if they are still those
-that were announced, the frame is whole and is copied into blocks. So bytes that arrive late, after a deadline, never
-reach a block, and no block is held while bytes are on their way. Two agents per channel: the generations would wait
-behind frames in the connection of the first.
+The sender gathers a frame into its slot, as it does for any networked transport, because each frame has a digest. The
+receiver reads the slot into its own one. So no read touches a KV block: bytes that arrive late, after a deadline, come
+from staging of the old channel and reach staging of the old channel. Any KV cache can send.
 
 Only TCP on the interface for KV is used. It is not encrypted. Not yet run with RDMA or on GPUs.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import select
 import socket
@@ -19,8 +19,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -29,27 +29,57 @@ import psutil
 import torch
 from torch import Tensor
 
-from baton.core import KVLayout
-from baton.engine.kv_cache import KVCache
-from baton.engine.memory.exposed import PROBE_BYTES, ExposedMemory, Shape
-from baton.errors import ChannelBroken, ConfigError
-from kvtransfer.frames import FrameSpec
+from baton.errors import ConfigError
 from kvtransfer.handoff import TransferSettings
-from kvtransfer.transports.base import ChannelName, KeyRelay, Places, Ring, Side, local_ring, translate_errors
-from kvtransfer.transports.host_pool import layout_of
+from kvtransfer.transports.base import ChannelName, KeyRelay, Ring, RingEnd, Side, local_ring, translate_errors
 from kvtransfer.transports.nixl_agent import load, make_agent, register, tcp_on, translated
 
 KEY = "nixl"
-_POOL = struct.Struct("<QQQQ")  # address, blocks, bytes of KV, positions per block; then the agent's metadata
+_AT = struct.Struct("<Q")  # address of the slots; then the agent's metadata
+STAGING_BYTES = 1 << 36  # of address space: parts for thousands of channels
 _POLL_S = 0.00005
-_GAP = 512  # blocks between two generations that are read together: fewer bytes than a request costs
-_WORD = 8
 _ENV = {"PATH", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "TMPDIR", "LANG"}
 _ENDING_S = 5.0
 
 
-class Exposed(Protocol):
-    """A pool that readers can reach."""
+class Staging:
+    """Memory for the slots of senders. Each channel takes a part of its own, and no other one gets that part later.
+    Only parts in use occupy memory.
+    """
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("baton-kv-staging", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._file)
+        os.ftruncate(self._file, STAGING_BYTES)
+        self._taken = 0
+
+    def has(self, nbytes: int) -> bool:
+        """Whether there is room for one more part."""
+        return self._taken + nbytes <= STAGING_BYTES
+
+    def take(self, nbytes: int) -> tuple[int, Tensor]:
+        """Return the offset and the memory of a new part: uint8 [nbytes]. Raises OSError if memory is short."""
+        at, self._taken = self._taken, -(-(self._taken + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        os.posix_fallocate(self._file, at, nbytes)  # an error now instead of SIGBUS later
+        return at, torch.frombuffer(mmap.mmap(self._file, nbytes, offset=at), dtype=torch.uint8)
+
+    def free(self, at: int, nbytes: int) -> None:
+        """Free the memory of a part. Late readers find zeros."""
+        with mmap.mmap(self._file, nbytes, offset=at) as part:
+            part.madvise(mmap.MADV_REMOVE)
+
+    @contextmanager
+    def readable(self) -> Iterator[int]:
+        """Yield a descriptor that cannot write."""
+        file = os.open(f"/proc/self/fd/{self._file}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield file
+        finally:
+            os.close(file)
+
+
+class Served(Protocol):
+    """Staging that readers can reach."""
 
     def where(self, deadline_s: float) -> tuple[int, bytes]:
         """Return its address there and the agent's metadata. Raises OSError."""
@@ -58,21 +88,19 @@ class Exposed(Protocol):
     def ended(self) -> bool: ...
 
 
-Expose = Callable[[Any, ExposedMemory, str], Exposed]
+Serve = Callable[[Any, Staging, str], Served]
 
 
 class NixlTransport:
-    """Transport between KV caches, one of which must be exposed to send. Raises ConfigError if NIXL is not installed
-    or cannot use the interface. `library` and `expose` are for tests.
+    """Transport between any KV caches. Raises ConfigError if NIXL is not installed or cannot use the interface.
+    `library` and `serve` are for tests.
     """
 
     name = "nixl"
-    one_sided = networked = True
+    one_sided, sends = False, True
     reach = ""
 
-    def __init__(
-        self, kv: KVCache, settings: TransferSettings, library: Any = None, expose: Expose | None = None
-    ) -> None:
+    def __init__(self, settings: TransferSettings, library: Any = None, serve: Serve | None = None) -> None:
         if settings.encrypted:
             raise ConfigError("nixl does not encrypt KV, but security.tls requires encryption")
         try:
@@ -81,45 +109,35 @@ class NixlTransport:
             make_agent(self._library, self._config)
         except (ImportError, OSError) as error:
             raise ConfigError(f"NIXL is not installed, or cannot be used here: {error}") from error
-        self._memory = kv.exposed if isinstance(kv.exposed, ExposedMemory) else None  # not that of a GPU
-        self.sends = self._memory is not None
-        self._kv = kv
         self._lock = threading.Lock()
-        self._expose = expose or ExposingProcess
-        self._exposed: Exposed | None = None
-        self._reachable()
+        self._serve = serve or ServingProcess
+        self._served = self._new()
 
-    def open(self, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float) -> NixlEnd:
+    def open(self, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float) -> RingEnd:
         """See `Transport`."""
-        title = f"nixl channel {name}"
-        if side is Side.SENDER:
-            return NixlEnd(title, translate_errors(f"{title}: not built", partial(self._give, keys, deadline_s)), None)
-        take = partial(self._take, title, keys, ring, deadline_s)
-        return NixlEnd(title, None, translate_errors(f"{title}: not built", take))
+        title, build = f"nixl channel {name}", self._sender if side is Side.SENDER else self._receiver
+        return translate_errors(f"{title}: not built", lambda: build(title, keys, ring, deadline_s))
 
-    def _reachable(self) -> Exposed | None:
-        """Return the pool, exposed again if its process has ended; None for a cache that cannot be exposed."""
+    def _new(self) -> tuple[Staging, Served]:
+        staging = Staging()
+        return staging, self._serve(self._library, staging, self._config)
+
+    def _sender(self, title: str, keys: KeyRelay, ring: Ring, deadline_s: float) -> RingEnd:
         with self._lock:
-            if self._memory is not None and (self._exposed is None or self._exposed.ended):
-                self._exposed = self._expose(self._library, self._memory, self._config)
-            return self._exposed
+            if self._served[1].ended or not self._served[0].has(ring.nbytes):
+                self._served = self._new()
+            staging, served = self._served
+            at, memory = staging.take(ring.nbytes)
+        address, metadata = served.where(deadline_s)
+        keys.send(KEY, _AT.pack(address + at) + metadata)
+        return NixlSender(title, memory.view(ring.slots, ring.size), served, partial(staging.free, at, ring.nbytes))
 
-    def _give(self, keys: KeyRelay, deadline_s: float) -> Exposed:
-        if (exposed := self._reachable()) is None or self._memory is None:
-            raise ConnectionError("the KV cache here is not exposed")
-        address, metadata = exposed.where(deadline_s)
-        shape = self._memory.shape
-        keys.send(KEY, _POOL.pack(address, shape.blocks, shape.kv_bytes, self._kv.layout.block_size) + metadata)
-        return exposed
-
-    def _take(self, title: str, keys: KeyRelay, ring: Ring, deadline_s: float) -> NixlPool:
+    def _receiver(self, title: str, keys: KeyRelay, ring: Ring, deadline_s: float) -> RingEnd:
         value = keys.expect(KEY, deadline_s)
-        if len(value) <= _POOL.size:
+        if len(value) <= _AT.size:
             raise ConnectionError("the peer sent no agent")
-        address, blocks, kv_bytes, block_size = _POOL.unpack_from(value)
-        layout = layout_of(self._kv.layout, blocks, kv_bytes, block_size)
-        readers = [Reader(self._library, self._config, value[_POOL.size :], deadline_s) for _ in range(2)]
-        return NixlPool(title, readers, address, Shape(blocks, kv_bytes), layout, ring)
+        reader = Reader(self._library, self._config, value[_AT.size :], deadline_s)
+        return NixlReceiver(title, local_ring(ring, torch.device("cpu")), reader, *_AT.unpack_from(value))
 
 
 class Reader:
@@ -135,11 +153,12 @@ class Reader:
     def register(self, address: int, nbytes: int) -> None:
         register(self._library, self._agent, address, nbytes)
 
-    def start(self, local: np.ndarray, remote: np.ndarray, nbytes: np.ndarray) -> int:
-        """Begin to read pieces: addresses here and there, and bytes, uint64 [pieces] each. Return a handle."""
-        library, device = self._library, np.zeros_like(nbytes)
+    def start(self, here: int, there: int, nbytes: int) -> int:
+        """Begin to read `nbytes` from address `there` to address `here`. Return a handle."""
+        library = self._library
         ours, theirs = (
-            library.nixlXferDList(library.DRAM_SEG, np.stack([at, nbytes, device], axis=1)) for at in (local, remote)
+            library.nixlXferDList(library.DRAM_SEG, np.array([[at, nbytes, 0]], dtype=np.uint64))
+            for at in (here, there)
         )
         with translated(library):
             handle: int = self._agent.createXferReq(library.NIXL_READ, ours, theirs, self._peer, b"", [])
@@ -168,145 +187,61 @@ class Reader:
         del self._agent
 
 
-class NixlPool:
-    """The sender's pool, a `StagedPool`. `layout` is the sender's."""
+class NixlSender(RingEnd):
+    """The sending end: a part of the staging that `served` lets readers see. `free` frees its memory."""
 
-    def __init__(
-        self, title: str, readers: Sequence[Reader], address: int, shape: Shape, layout: KVLayout, ring: Ring
-    ) -> None:
-        self._title = title
-        self.total_blocks, self.block_size = shape.blocks, layout.block_size
-        self._frames, self._checks = readers
-        self._address, self._shape, self._layout = address, shape, layout
-        self._staging = local_ring(ring, torch.device("cpu"))
-        self._generations = np.zeros(shape.blocks, dtype=np.uint64)
-        self._frames.register(self._staging.data_ptr(), self._staging.numel())
-        self._checks.register(self._generations.ctypes.data, self._generations.nbytes)
-        self._begun: dict[int, tuple[int, np.ndarray, np.ndarray]] = {}  # handle, blocks and generations of a frame
-        self._slot, self._fresh = self._staging[0], False  # of the frame that finished last
+    def __init__(self, title: str, staging: Tensor, served: Served, free: Callable[[], None]) -> None:
+        super().__init__(title, staging)
+        self._served, self._free = served, free
 
-    def begin(self, number: int, spec: FrameSpec, places: Places) -> None:
-        """See `StagedPool`."""
-        translate_errors(self._title, partial(self._begin, number, spec, places))
-
-    def _begin(self, number: int, spec: FrameSpec, places: Places) -> None:
-        needed = slice(spec.begin // self.block_size, -(-spec.end // self.block_size))
-        blocks = np.array(places.blocks[needed], dtype=np.uint64)
-        slot = self._staging[number % len(self._staging)].data_ptr()
-        if spec.layers:
-            remote, nbytes = self._rectangle(spec, blocks)
-        else:
-            probe = self._address + self._shape.probe_at + number * PROBE_BYTES
-            remote, nbytes = np.array([probe], dtype=np.uint64), np.array([spec.nbytes], dtype=np.uint64)
-        local = np.uint64(slot) + np.cumsum(nbytes) - nbytes
-        handle = self._frames.start(local, remote, nbytes)
-        self._begun[number] = handle, blocks, np.array(places.generations[needed], dtype=np.uint64)
-
-    def finish(self, number: int) -> None:
-        """Wait until frame `number` has arrived. A frame that was not begun is over. Raises ChannelBroken."""
-        if number in self._begun:
-            translate_errors(self._title, partial(self._finish, number))
+    def _start(self, number: int, nbytes: int) -> None:
+        if self._served.ended:
+            raise ConnectionError("the process that serves the staging has ended")
 
     def _finish(self, number: int) -> None:
-        handle, blocks, expected = self._begun.pop(number)
-        self._frames.wait(handle)
-        self._slot = self._staging[number % len(self._staging)]
-        self._fresh = not len(blocks) or bool((self._now(blocks) == expected).all())
+        """Do nothing: a frame has left when its credit comes."""
 
-    def staged(self, nbytes: int) -> Tensor:
-        """See `StagedPool`."""
-        return self._slot[:nbytes]
-
-    def probe(self, number: int, nbytes: int) -> Tensor:
-        """See `RemotePool`."""
-        return self.staged(nbytes)
-
-    def read(self, kv: KVCache, spec: FrameSpec, places: Places, ours: Sequence[int]) -> bool:
-        """See `RemotePool`. Generations only grow, so those that are as announced after the copy were so before it."""
-        if self._fresh:
-            kv.scatter(spec.layers, ours, spec.begin, spec.end, self.staged(spec.nbytes))
-            kv.settle()
-        return self._fresh
-
-    def close(self) -> None:
-        self._frames.close()
-        self._checks.close()
-
-    def _rectangle(self, spec: FrameSpec, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return addresses and bytes of the pieces of a frame, in wire order. Neighbouring blocks are one piece."""
-        layout, first = self._layout, spec.begin // self.block_size * self.block_size
-        row = layout.row_bytes
-        starts = np.concatenate([[0], np.flatnonzero(np.diff(blocks.astype(np.int64)) != 1) + 1])  # of runs of blocks
-        begins = np.maximum(starts * self.block_size, spec.begin - first)  # in positions from `first` on
-        ends = np.minimum(np.append(starts[1:], len(blocks)) * self.block_size, spec.end - first)
-        at = (blocks[starts].astype(np.int64) * self.block_size + begins - starts * self.block_size) * row
-        tensors, layers = np.arange(len(layout.tensors)), np.arange(spec.layer_begin, spec.layer_end)
-        planes = (layers[:, None] + tensors * layout.layers) * (self.total_blocks * self.block_size * row)
-        remote = self._address + self._shape.kv_at + planes[:, :, None] + at
-        nbytes = np.broadcast_to((ends - begins) * row, remote.shape)
-        return remote.reshape(-1).astype(np.uint64), nbytes.reshape(-1).astype(np.uint64)
-
-    def _now(self, blocks: np.ndarray) -> np.ndarray:
-        """Read the current generations of these blocks."""
-        known = np.unique(blocks).astype(np.int64)
-        ends = np.flatnonzero(np.diff(known) > _GAP)
-        first, last = known[np.append(0, ends + 1)], known[np.append(ends, len(known) - 1)]
-        at, nbytes = (first * _WORD).astype(np.uint64), ((last - first + 1) * _WORD).astype(np.uint64)
-        here, there = np.uint64(self._generations.ctypes.data), np.uint64(self._address)
-        self._checks.wait(self._checks.start(here + at, there + at, nbytes))
-        now: np.ndarray = self._generations[blocks.astype(np.int64)]
-        return now
+    def _release(self) -> None:
+        self._free()
 
 
-class NixlEnd:
-    """An end of a channel without slots: `exposed` at the sender, `pool` at the receiver."""
+class NixlReceiver(RingEnd):
+    """The receiving end. It reads from the sender's slots, which begin at address `there`."""
 
-    control_socket = None
-    ordered = False
+    def __init__(self, title: str, staging: Tensor, reader: Reader, there: int) -> None:
+        super().__init__(title, staging)
+        self._memory, self._reader, self._there = staging, reader, there  # memory lives until the reader is closed
+        reader.register(staging.data_ptr(), staging.numel())
+        self._begun: dict[int, int] = {}  # handle of each frame under way
 
-    def __init__(self, title: str, exposed: Exposed | None, pool: NixlPool | None) -> None:
-        self._title, self._exposed = title, exposed
-        self.pool = pool
+    def _start(self, number: int, nbytes: int) -> None:
+        here = self.slot(number).data_ptr()
+        self._begun[number] = self._reader.start(here, self._there + here - self._memory.data_ptr(), nbytes)
 
-    def slot(self, number: int) -> Tensor:
-        """Raise ChannelBroken: the receiver reads from `pool`."""
-        raise ChannelBroken(f"{self._title}: has no slots")
+    def _finish(self, number: int) -> None:
+        self._reader.wait(self._begun.pop(number))
 
-    def turn(self) -> AbstractContextManager[None]:
-        """Do not wait: frames need no order among channels."""
-        return nullcontext()
-
-    def start(self, number: int, nbytes: int) -> None:
-        """Raise ChannelBroken if the pool here cannot be read any more."""
-        if self._exposed is not None and self._exposed.ended:
-            raise ChannelBroken(f"{self._title}: the process that exposes the pool has ended")
-
-    def finish(self, number: int) -> None:
-        """Wait until the frame has arrived. Raises ChannelBroken."""
-        if self.pool is not None:
-            self.pool.finish(number)
-
-    def close(self) -> None:
-        pool, self.pool = self.pool, None
-        if pool is not None:
-            pool.close()
+    def _release(self) -> None:
+        self._reader.close()
+        del self._memory
 
 
-class ExposingProcess:
-    """The process that answers reads of a pool (`nixl_agent`). It ends with this object, and with this process."""
+class ServingProcess:
+    """The process that answers reads of staging (`nixl_agent`). It ends with this object, and with this process."""
 
-    def __init__(self, library: Any, memory: ExposedMemory, config: str) -> None:
-        words = ["-m", "kvtransfer.transports.nixl_agent", library.__name__, memory.file, memory.shape.nbytes, config]
+    def __init__(self, library: Any, staging: Staging, config: str) -> None:
         # It answers for any address, so it must not hold the worker's secrets. Ctrl-C reaches the worker alone.
         env = {name: value for name, value in os.environ.items() if name in _ENV or name.startswith(("UCX_", "NIXL_"))}
-        self._process = subprocess.Popen(
-            [sys.executable, *map(str, words)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=(memory.file,),
-            env=env,
-            process_group=0,
-        )
+        with staging.readable() as file:
+            words = ["-m", "kvtransfer.transports.nixl_agent", library.__name__, file, config]
+            self._process = subprocess.Popen(
+                [sys.executable, *map(str, words)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=(file,),
+                env=env,
+                process_group=0,
+            )
         self._lock = threading.Lock()  # channels open in threads of their own
         self._found: tuple[int, bytes] | None = None
         weakref.finalize(self, _end, self._process)
@@ -316,7 +251,7 @@ class ExposingProcess:
         return self._process.poll() is not None
 
     def where(self, deadline_s: float) -> tuple[int, bytes]:
-        """See `Exposed`."""
+        """See `Served`."""
         with self._lock:
             self._found = self._found or self._heard(deadline_s)
             return self._found
@@ -324,10 +259,10 @@ class ExposingProcess:
     def _heard(self, deadline_s: float) -> tuple[int, bytes]:
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], deadline_s)[0]:
-            raise TimeoutError(f"the process that exposes the pool did not start within {deadline_s} s")
+            raise TimeoutError(f"the process that serves the staging did not start within {deadline_s} s")
         address, _, metadata = self._process.stdout.readline().decode().partition(" ")
         if not metadata:
-            raise ConnectionError("the process that exposes the pool has ended; see its messages")
+            raise ConnectionError("the process that serves the staging has ended; see its messages")
         return int(address), bytes.fromhex(metadata)
 
 

@@ -1,9 +1,10 @@
-"""NIXL agents, and the process that answers reads of an exposed pool:
+"""NIXL agents, and the process that answers reads of staging:
 
-    python -m kvtransfer.transports.nixl_agent BINDINGS FILE NBYTES CONFIG
-It prints the address of the pool and the agent's metadata, and ends when its standard input is closed. Over TCP, UCX
+    python -m kvtransfer.transports.nixl_agent BINDINGS FILE CONFIG
+It prints the address of the staging and the agent's metadata, and ends when its standard input is closed. Over TCP, UCX
 answers reads in software (NIXL 1.5.1): it sends whatever address a peer asks for, and a reader that dies in the middle
-can crash it. This process contains both, because it has nothing but the pool. It does not import torch.
+can crash it. This process contains both, because it has nothing but the staging, read-only.
+It does not import torch.
 
 The agents use NIXL's bindings. `nixl_agent` of its Python API fixes `pthrDelay = 0`, with which the progress thread
 occupies a core.
@@ -84,16 +85,20 @@ def register(library: Any, agent: Any, address: int, nbytes: int) -> None:
         agent.registerMem(library.nixlRegDList(library.DRAM_SEG, [(address, nbytes, 0, "")]), [])
 
 
-def main(bindings: str, file: str, nbytes: str, config: str) -> None:
-    """Expose the pool in `file` until standard input is closed."""
-    answer = os.dup(1)
-    os.dup2(2, 1)  # libraries print to standard output
-    library = load(bindings)
-    memory = np.frombuffer(
-        mmap.mmap(int(file), int(nbytes), flags=mmap.MAP_SHARED, prot=mmap.PROT_READ), dtype=np.uint8
-    )
+def serve(library: Any, file: int, config: str) -> tuple[Any, np.ndarray]:
+    """Let readers see the staging in `file` while the returned agent and memory exist."""
+    mapping = mmap.mmap(file, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    memory = np.frombuffer(mapping, dtype=np.uint8)
     agent = make_agent(library, config, answers=True)
     register(library, agent, memory.ctypes.data, memory.nbytes)
+    return agent, memory
+
+
+def main(bindings: str, file: str, config: str) -> None:
+    """Serve the staging in `file` until standard input is closed."""
+    answer = os.dup(1)
+    os.dup2(2, 1)  # libraries print to standard output
+    agent, memory = serve(load(bindings), int(file), config)
     with suppress(BrokenPipeError):  # the worker has ended
         os.write(answer, f"{memory.ctypes.data} {agent.getLocalMD().hex()}\n".encode())
     sys.stdin.read()

@@ -32,7 +32,7 @@ def make_transports(settings: TransferSettings, kv: KVCache, *, grpc: GrpcTransp
     device = kv.device
     makers: Makers = {
         "shm": lambda: ShmTransport(kv),
-        "nixl": lambda: NixlTransport(kv, settings),
+        "nixl": lambda: NixlTransport(settings),
         "gloo": lambda: GlooTransport(settings.bind_host),
         "cuda_ipc": lambda: CudaIpcTransport(kv),
         "nccl": lambda: NcclTransport(device, settings.interface),

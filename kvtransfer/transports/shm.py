@@ -31,7 +31,7 @@ class ShmTransport:
     """
 
     name = "shm"
-    one_sided, networked = True, False
+    one_sided = True
 
     def __init__(self, kv: KVCache) -> None:
         check_platform()

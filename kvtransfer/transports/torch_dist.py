@@ -168,7 +168,7 @@ class GlooTransport:
     """
 
     name = "gloo"
-    one_sided, networked, sends = False, True, True
+    one_sided, sends = False, True
     reach = ""
     device = torch.device("cpu")
 
@@ -212,7 +212,7 @@ class NcclTransport:
     """
 
     name = "nccl"
-    one_sided, networked, sends = False, True, True
+    one_sided, sends = False, True
     reach = ""
 
     def __init__(self, device: torch.device, interface: str | None = None) -> None:

@@ -25,7 +25,7 @@ TOKEN_BYTES = LAYOUT.layer_token_bytes
 RING = SimpleNamespace(slots=4, size=TOKEN_BYTES * 6)
 KV = SimpleNamespace(layout=LAYOUT, total_blocks=8)
 END: Any = SimpleNamespace(kv=KV, ring_of=lambda transport: RING, fingerprint="", settings=TransferSettings())
-SHM: Any = SimpleNamespace(name="shm", one_sided=True, networked=False)
+SHM: Any = SimpleNamespace(name="shm", one_sided=True)
 HANDOFF = {"request_id": "a", "attempt": 1}
 READERS: list[tuple[Any, Callable[[Any], object]]] = [
     (common_pb2.WorkerRef, convert.ref_from_pb),

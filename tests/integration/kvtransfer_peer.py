@@ -38,7 +38,7 @@ FORKED = multiprocessing.get_context("forkserver")  # of a process that has impo
 def kv_for(over: str, seed: int | None, layout: KVLayout = LAYOUT) -> KVCache:
     """Return KV that this transport can carry, as `make_kv` does."""
     device = "cuda:0" if over == "cuda_ipc" else "cpu"
-    return support.make_kv(seed, BLOCKS, layout, exposed=over != "gloo", device=device)
+    return support.make_kv(seed, BLOCKS, layout, exposed=over not in {"gloo", "nixl"}, device=device)
 
 
 def kv_digest(kv: KVCache, blocks: Sequence[int], tokens: int, skip: int = 0) -> str:
@@ -115,8 +115,8 @@ class Prefill:
         settings = TransferSettings(over, coalesce_below=1, frame_deadline_s=deadline_s, verify_kv=True)
         transports = make_transports(settings, self.kv)
         for transport in transports.transports:
-            if isinstance(transport, NixlTransport) and (exposed := transport._exposed) is not None:
-                exposed.where(scaled(30))  # starts a process, which takes longer than a short deadline
+            if isinstance(transport, NixlTransport):
+                transport._served[1].where(scaled(30))  # starts a process, which takes longer than a short deadline
         self.sender = Sender(self.kv, me, FINGERPRINT, settings, transports, self.reports, **more)
 
     def push(

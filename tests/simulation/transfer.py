@@ -101,7 +101,7 @@ class SimTransport:
     """
 
     name = reach = "sim"
-    one_sided, networked, sends = False, False, True
+    one_sided, sends = False, True
     device = torch.device("cpu")
 
     def __init__(self, world: World) -> None:

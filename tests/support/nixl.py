@@ -14,42 +14,38 @@ Read in src/bindings/python/nixl_bindings.cpp, src/core/nixl_agent.cpp and src/p
 
 import ctypes
 import random
-from collections.abc import Callable
 
 import numpy as np
 
-from baton.engine.memory.exposed import ExposedMemory
+from kvtransfer.transports.nixl import Staging
+from kvtransfer.transports.nixl_agent import serve
 
 
 class Agents:
-    """All agents of a test. `before` runs before each piece that is read, with its number among all pieces."""
+    """All agents of a test, and the number of pieces that were read."""
 
     def __init__(self) -> None:
         self.known: dict[bytes, Agent] = {}
         self.configs: set[str] = set()
         self.pieces = 0
-        self.before: Callable[[int], None] = lambda piece: None
         self.flip = -1  # number of a piece that arrives with a changed byte
         self.frozen = self.dead = False
 
-    def expose(self, library: "Library", memory: ExposedMemory, config: str) -> "Exposed":
-        return Exposed(library, memory)
+    def serve(self, library: "Library", staging: Staging, config: str) -> "Served":
+        return Served(library, staging, config)
 
 
-class Exposed:
-    """A pool that is registered with an agent of this process."""
+class Served:
+    """Staging that is registered with an agent of this process."""
 
     ended = False
 
-    def __init__(self, library: "Library", memory: ExposedMemory) -> None:
-        agent = library.nixlAgent("exposed", library.nixlAgentConfig())
-        agent.createBackend("UCX", {})
-        address = memory.kv.data_ptr() - memory.shape.kv_at
-        agent.registerMem(library.nixlRegDList(library.DRAM_SEG, [(address, memory.shape.nbytes, 0, "")]), [])
-        self._found = address, agent.getLocalMD()
+    def __init__(self, library: "Library", staging: Staging, config: str) -> None:
+        with staging.readable() as file:
+            self._agent, self._memory = serve(library, file, config)
 
     def where(self, deadline_s: float) -> tuple[int, bytes]:
-        return self._found
+        return self._memory.ctypes.data, self._agent.getLocalMD()
 
 
 class Config:
@@ -157,7 +153,6 @@ class Agent:
             raise self._library.nixlRemoteDisconnectError("NIXL_ERR_REMOTE_DISCONNECT")
         for pieces in self._moving.values():
             if pieces and not self._agents.frozen:
-                self._agents.before(self._agents.pieces)
                 self._agents.pieces += 1
                 self._move(*pieces.pop())
         return self._library.NIXL_IN_PROG if self._moving[handle] else self._library.NIXL_SUCCESS

@@ -192,7 +192,7 @@ class MemoryTransport:
     """A transport within one process, with the same contract as the others. Both ends must be given the same object."""
 
     name = "memory"
-    one_sided, networked, sends = False, False, True
+    one_sided, sends = False, True
     device = torch.device("cpu")
 
     def __init__(self) -> None:

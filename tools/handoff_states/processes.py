@@ -49,7 +49,7 @@ REQUEST, FINGERPRINT = "r", "f"
 PROMPT = (1, 2)
 ATTEMPTS = 3
 SETTINGS = TransferSettings(transport="explored", credits=CREDITS, coalesce_below=0)
-TRANSPORT = SimpleNamespace(name="explored", reach="here", one_sided=False, networked=False, sends=True)
+TRANSPORT = SimpleNamespace(name="explored", reach="here", one_sided=False, sends=True)
 CHOICE = Choice((TRANSPORT,))
 END = b""  # the last item of a stream: it has ended
 
@@ -169,7 +169,7 @@ class ExploredChannel(SendChannel):
     def __init__(self, end: Endpoint, connect: Any, job: PushJob, generation: int, reports: Reports) -> None:
         self.to, self._end, self.channel = job.to, end, None
         self._name: Any = "explored"
-        self._one_sided = self._verifies = False
+        self._one_sided = False
         self.queue = SendQueue(end, "channel", self._put, NOTHING, reports)  # type: ignore[arg-type]
         self.queue._changed = UNLOCKED  # type: ignore[assignment]
         self.filled: tuple[Push, Any] | None = None

@@ -46,7 +46,7 @@ class HandMade:
     """A transport and its only end. It lists the frames that the session expects; the test delivers them."""
 
     name, reach = "by hand", "here"
-    one_sided, networked, sends = False, False, True
+    one_sided, sends = False, True
 
     def __init__(self, *, control_socket: bool) -> None:
         self.ends: list[HandMadeEnd] = []

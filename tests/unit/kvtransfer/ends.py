@@ -15,7 +15,7 @@ class Wrapped:
     def __init__(self, inner, wrap=lambda end: end, name: str = "", reach: str | None = None) -> None:
         self.name = name or inner.name
         self.reach = inner.reach if reach is None else reach
-        self.one_sided, self.networked, self.sends = inner.one_sided, inner.networked, inner.sends
+        self.one_sided, self.sends = inner.one_sided, inner.sends
         self._inner = inner
         self._wrap = wrap
 

@@ -1,7 +1,4 @@
-"""One-sided channels: the receiver reads the sender's blocks, and checks that their generations did not change.
-
-Over nixl, a stand-in of the library (`tests.support.nixl`) runs in this process.
-"""
+"""One-sided channels: the receiver reads the sender's blocks, and checks that their generations did not change."""
 
 import os
 import threading
@@ -20,14 +17,11 @@ from baton.engine.memory.exposed import ExposedMemory, MappedMemory
 from baton.engine.tp.kv_memory import CopiedCache
 from baton.errors import ChannelBroken, DigestMismatch, StaleAttempt
 from baton.rpc.v1 import peer_pb2 as pb
-from kvtransfer import wire
 from kvtransfer.frames import FrameSpec, Progress
 from kvtransfer.transports.base import Places
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
-from kvtransfer.transports.nixl import NixlTransport
 from kvtransfer.transports.shm import MappedPool, ShmTransport
 from kvtransfer.wire import FrameRefused
-from tests.support.nixl import Agents, Library
 from tests.support.time_factor import scaled
 from tests.support.transports import MainMemory
 from tests.support.waiting import eventually
@@ -35,9 +29,7 @@ from tests.unit.kvtransfer.ends import Stopped
 from tests.unit.kvtransfer.support import (
     LAYER,
     LAYOUT,
-    SETTINGS,
     SMALL_FRAMES,
-    P,
     Pair,
     Pairs,
     make_end,
@@ -50,27 +42,17 @@ TOKENS = 22  # six blocks of the source
 SOURCE, TARGET = [5, 9, 2, 40, 33, 1], [7, 3, 60, 11, 12, 13]
 
 
-@pytest.fixture(params=["shm", "cuda_ipc", "nixl"])
+@pytest.fixture(params=["shm", "cuda_ipc"])
 def over(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-only_mapped = pytest.mark.parametrize("over", ["shm", "cuda_ipc"])
-only_nixl = pytest.mark.parametrize("over", ["nixl"])
-
-
 @pytest.fixture
-def agents() -> Agents:
-    return Agents()
-
-
-@pytest.fixture
-def shared(pairs: Pairs, over: str, agents: Agents):
+def shared(pairs: Pairs, over: str):
     """A function that makes a pair whose receiver reads the sender's memory, with frames of `transfer.frame_size`."""
 
     def make(transfer=SMALL_FRAMES, *, block_size: int = LAYOUT.block_size, copies: int = 1, **change) -> Pair:
-        if over != "nixl":  # whose frames are not as large as a ring
-            transfer = replace(transfer, frame_size=transfer.frame_size // transfer.credits)
+        transfer = replace(transfer, frame_size=transfer.frame_size // transfer.credits)
         layout = replace(LAYOUT, block_size=block_size)
         if over == "cuda_ipc":  # ranks on GPUs have no copies
             gpu, single = MainMemory(), make_kv(None, layout=layout)
@@ -81,10 +63,7 @@ def shared(pairs: Pairs, over: str, agents: Agents):
             )
         source = make_kv(1, exposed=True)
         target = CopiedCache([make_kv(None, layout=layout) for _ in range(copies)])
-        made = [
-            ShmTransport(kv) if over == "shm" else NixlTransport(kv, SETTINGS, Library(agents), agents.expose)
-            for kv in (source, target)
-        ]
+        made = [ShmTransport(kv) for kv in (source, target)]
         return pairs(transfer, source=source, target=target, send=lambda _: made[:1], recv=lambda _: made[1:], **change)
 
     return make
@@ -103,7 +82,6 @@ def test_the_kv_arrives_in_blocks_of_any_size(shared, over, block_size: int, ski
     assert result.transport == over
 
 
-@only_mapped
 def test_frames_without_staging_are_as_large_as_a_ring(shared) -> None:
     pair = shared(replace(SMALL_FRAMES, frame_size=LAYOUT.layers * TOKENS * LAYOUT.layer_token_bytes))
     assert pair.reports.done(pair.push("r", TOKENS, SOURCE, TARGET)).frames == 1
@@ -132,7 +110,7 @@ def given_back(pair: Pair, block: int, values) -> None:
         tensor[:, block] = value
 
 
-@pytest.mark.parametrize(("over", "when"), [("shm", "before"), ("shm", "during"), ("nixl", "before")])
+@pytest.mark.parametrize(("over", "when"), [("shm", "before"), ("shm", "during")])
 def test_blocks_that_are_given_away_are_read_again_after_they_were_computed_again(shared, when: str) -> None:
     """The sender withdraws while frames wait to be read. None of their bytes counts, wherever the reader is."""
     pair = shared()
@@ -202,7 +180,6 @@ class Struck:
 
 
 @pytest.mark.slow
-@only_mapped
 @example(number=0, layers=0, given_away={SOURCE[0]}, block_size=4, frame=LAYER, verify=True, copies=1)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
@@ -243,7 +220,6 @@ def test_whatever_is_given_away_in_the_middle_of_a_read_no_wrong_byte_is_committ
     assert result.nbytes >= pair.table.commits[job.handoff].kv_bytes
 
 
-@only_mapped
 @pytest.mark.parametrize("verify", ["frames", "kv"])
 def test_bytes_that_change_on_the_way_are_detected_if_digests_are_verified(shared, verify: str) -> None:
     pair = shared(replace(SMALL_FRAMES, verify_frames=verify == "frames", verify_kv=verify == "kv"))
@@ -293,74 +269,6 @@ def test_places_that_make_no_sense_end_the_channel(shared, change, why: str) -> 
     pair.reports.failed(job.handoff, FrameRefused, why)
 
 
-@pytest.mark.slow
-@only_nixl
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    piece=st.integers(wire.FRAMES, 30),
-    given_away=st.sets(st.sampled_from(SOURCE), min_size=1),
-    block_size=st.sampled_from([1, 4, 8]),
-    frame=st.sampled_from([LAYER // 2, LAYER, 2 * LAYER]),
-    verify=st.booleans(),
-)
-def test_whatever_is_given_away_between_two_pieces_no_wrong_byte_is_committed(
-    shared, agents, piece, given_away, block_size, frame, verify
-) -> None:
-    """Pieces of several frames, and generations, are read in any order. Blocks are given away before one of them."""
-    agents.pieces, agents.before = 0, lambda number: None
-    pair = shared(replace(SMALL_FRAMES, frame_size=frame), block_size=block_size)
-    target = list(range(20, 20 + pair.target.layout.blocks_for(TOKENS)))
-    job = pair.begin("r", TOKENS, target, verify=verify)
-    truth, again = make_kv(1), [50, 51, 52, 53, 54, 55]
-    struck = threading.Event()
-
-    def strike(number: int) -> None:
-        if number == piece:
-            pair.sender.withdraw(job.handoff)
-            for block in given_away:
-                replaced(pair, block)
-            struck.set()
-
-    agents.before = strike
-    pair.sender.computed(job.handoff, SOURCE, LAYOUT.layers, TOKENS)
-    assert struck.wait(scaled(10))
-    for mine, theirs in zip(pair.source.tensors, truth.tensors, strict=True):
-        mine[:, again] = theirs[:, SOURCE]
-    pair.complete(job, again)
-    assert same_kv(truth, SOURCE, pair.target, target, TOKENS)
-    assert only_these(pair.target, target, TOKENS)
-    assert pair.table.commits[job.handoff].kv_bytes == LAYOUT.layers * TOKENS * LAYOUT.layer_token_bytes
-
-
-@only_nixl
-def test_bytes_that_change_on_a_network_are_detected_without_any_setting(shared, agents) -> None:
-    pair = shared()
-    pair.reports.done(pair.push("right", TOKENS, SOURCE, TARGET))
-    agents.flip = agents.pieces
-    pair.reports.failed(pair.push("wrong", TOKENS, SOURCE, TARGET), DigestMismatch)
-    pair.reports.done(pair.push("next", TOKENS, SOURCE, TARGET))
-    assert HandoffId("wrong", 1) not in pair.table.commits
-
-
-@only_nixl
-@pytest.mark.parametrize(("fault", "why"), [("dead", "NIXL: NIXL_ERR_REMOTE_DISCONNECT"), ("frozen", "no progress")])
-def test_a_source_that_dies_or_freezes_in_the_middle_of_a_read_leaves_no_byte_and_no_handoff(
-    shared, agents, fault: str, why: str
-) -> None:
-    """After a frozen source goes on, a next channel is built. Late bytes of the old one are in its staging alone."""
-    pair = shared(receiver=replace(SMALL_FRAMES, frame_deadline_s=0.2))
-    job = pair.begin("r", TOKENS, TARGET)
-    agents.before = lambda number: vars(agents).update({fault: number > wire.FRAMES})
-    pair.sender.computed(job.handoff, SOURCE, LAYOUT.layers, TOKENS)
-    pair.reports.failed(job.handoff, ChannelBroken, why)
-    assert ("lost", P) in pair.table.events
-    agents.before = lambda number: None
-    agents.dead = agents.frozen = False
-    assert only_these(pair.target, [], 0)
-    pair.reports.done(pair.push("next", TOKENS, SOURCE, [30, 31, 32, 33, 34, 35]))
-    assert only_these(pair.target, [30, 31, 32, 33, 34, 35], TOKENS)
-
-
 def test_a_sender_that_is_not_exposed_offers_no_shared_memory(pairs: Pairs) -> None:
     source, target = make_kv(1), make_kv(None)
     pair = pairs(
@@ -387,7 +295,6 @@ def test_the_commit_of_a_handoff_that_was_fenced_ends_no_other_push(shared) -> N
     assert only_these(pair.target, list(range(20, 26)), TOKENS)
 
 
-@only_mapped
 def test_a_copy_that_failed_takes_back_what_it_overwrote(shared) -> None:
     """A frame was read and withdrawn before its credit. Its second copy meets blocks that are reused after an abort,
     which the receiver sees only after the commit.
@@ -442,18 +349,6 @@ def test_the_pool_of_the_sender_is_unmapped_when_its_channel_has_ended(shared) -
     eventually(lambda: mapped() == before)
 
 
-@only_nixl
-def test_a_frame_that_comes_over_a_network_without_a_digest_ends_the_channel(shared) -> None:
-    pair = shared()
-    job = pair.begin("r", TOKENS, TARGET)
-    probed(pair)
-    pair.sender._channels[0]._verifies = False
-    pair.sender.computed(job.handoff, SOURCE, LAYOUT.layers, TOKENS)
-    pair.reports.failed(job.handoff, ChannelBroken, "has no digest")
-    assert only_these(pair.target, [], 0)
-
-
-@only_mapped
 def test_a_frame_before_the_skipped_positions_ends_the_channel(shared) -> None:
     """They may be in blocks that other sequences read too."""
     pair = shared()
@@ -466,7 +361,6 @@ def test_a_frame_before_the_skipped_positions_ends_the_channel(shared) -> None:
     assert only_these(pair.target, [], 0)
 
 
-@only_mapped
 def test_a_frame_that_was_withdrawn_and_computed_again_since_its_mark_is_not_announced(shared) -> None:
     """Its new KV may not be final yet on a GPU: the next announcement waits for the new mark."""
     pair, told = shared(), list[bool]()

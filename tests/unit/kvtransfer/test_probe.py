@@ -188,7 +188,7 @@ class Breaking:
         self._inner = Wrapped(memory, lambda end: FlippingEnd(end, 0), name)
         self._sound = Wrapped(memory, name=name)
         self.name, self.reach = name, ""
-        self.one_sided, self.networked, self.sends = False, False, True
+        self.one_sided, self.sends = False, True
 
     def open(self, *args):
         self._left -= 1

@@ -30,7 +30,7 @@ def over(transport: str) -> Callable[[KVCache], Transport]:
     makers: dict[str, Callable[[KVCache], Transport]] = {
         "shm": ShmTransport,
         "gloo": lambda kv: GlooTransport("127.0.0.1"),
-        "nixl": lambda kv: NixlTransport(kv, SETTINGS, Library(agents), agents.expose),
+        "nixl": lambda kv: NixlTransport(SETTINGS, Library(agents), agents.serve),
     }
     return makers[transport]
 
@@ -64,7 +64,7 @@ def test_each_rank_gets_its_heads(
 ) -> None:
     """Layers and chunks are reported one by one, and blocks differ in size. Two KV heads have copies on four ranks."""
     (tmp_path / "d").mkdir()
-    source, theirs = worker(tmp_path, sender, layout, exposed=transport != "gloo")
+    source, theirs = worker(tmp_path, sender, layout, exposed=transport == "shm")
     target, ours = worker(tmp_path / "d", receiver, replace(layout, block_size=5))
     kv, blocks, made = whole(layout, TOKENS, 1), list(range(TOTAL))[::-1], over(transport)
     frames = replace(SETTINGS, frame_size=14 * layout.layer_token_bytes)
