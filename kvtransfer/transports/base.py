@@ -4,7 +4,7 @@ The contract of both ends, which `RingEnd` implements for two-sided transports. 
 - Frame n uses slot n modulo the number of slots (`Ring`), in staging memory and never in KV blocks. The sender fills
   its slot; the receiver finds the same bytes in its own.
 - The sender reuses a slot only after the receiver's credit, which comes over the Peer stream. So several frames may be
-  under way, and the receiver may read a slot until it sends the credit.
+  under way, and the receiver may read a slot until it sends the credit. It starts a frame after the announcement.
 - `start` never waits for the peer; it is called within `turn`, which may wait for other channels. `finish` waits for
   the peer, at most for the channel's deadline; it is called in frame order.
 - Any error closes the channel permanently and raises `ChannelBroken`, which keeps nothing of the channel alive. The

@@ -98,7 +98,7 @@ class NixlTransport:
 
     name = "nixl"
     one_sided, sends = False, True
-    reach = ""
+    reach = "staging"  # version of the exchange that opens a channel
 
     def __init__(self, settings: TransferSettings, library: Any = None, serve: Serve | None = None) -> None:
         if settings.encrypted:

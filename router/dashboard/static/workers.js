@@ -12,7 +12,7 @@ const MEANINGS = {
 };
 const TRANSPORTS = {
   shm: "shared memory of this host", gloo: "TCP, by torch.distributed", nccl: "between GPUs, by NCCL", grpc: "gRPC streams, encrypted if TLS is on",
-  cuda_ipc: "reads the memory of the other GPU process", nixl: "reads remote memory, by NIXL", memory: "within one process",
+  cuda_ipc: "reads the memory of the other GPU process", nixl: "reads remote staging, by NIXL", memory: "within one process",
 };
 const MOST = 48;
 const ROLES = { prefill: 0, decode: 1 };
