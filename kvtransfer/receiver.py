@@ -104,8 +104,6 @@ class Session:
                 self._offered(command.offer)
             case "frame":
                 self._take_frames([command.frame, *command.more])
-            case "blocks":
-                self._take_places(command.blocks)
             case "state":
                 self._receive_loop.take_state(command.state)
             case "commit":
@@ -142,18 +140,10 @@ class Session:
             self._replies.put_nowait(pb.PeerReply(fetch_refused=refused))
 
     def _take_frames(self, frames: Sequence[pb.FrameAnnounce]) -> None:
-        self._refuse_if_controlled(f"frame {frames[0].sequence}")
+        if self._receive_loop.queue.control_socket is not None:
+            raise FrameRefused(f"frame {frames[0].sequence}: announced over the stream instead of the control socket")
         for frame in frames:
             self._receive_loop.queue.put(self._receive_loop.checked(frame, self._receive_loop.open))
-
-    def _take_places(self, message: pb.PoolBlocks) -> None:
-        self._refuse_if_controlled("places")
-        # Checked by the thread: after an error of its own it has no pool, and a check here would hide that error.
-        self._receive_loop.queue.put(pb.PeerCommand(blocks=message))
-
-    def _refuse_if_controlled(self, what: str) -> None:
-        if self._receive_loop.queue.control_socket is not None:
-            raise FrameRefused(f"{what}: announced over the stream instead of the control socket")
 
     def _aborted(self, handoff: HandoffId, after: int) -> None:
         self._table.aborted(handoff, self.sender)

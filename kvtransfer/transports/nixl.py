@@ -1,8 +1,8 @@
 """NIXL: the receiver reads frames from staging of the sender over a network, several at a time.
 
-The sender gathers a frame into its slot, as it does for any networked transport, because each frame has a digest. The
-receiver reads the slot into its own one. So no read touches a KV block: bytes that arrive late, after a deadline, come
-from staging of the old channel and reach staging of the old channel. Any KV cache can send.
+The sender gathers a frame into its slot, as for any two-sided transport. The receiver reads the slot into its own one.
+So no read touches a KV block. Bytes that arrive late, after a deadline, come from staging of the old channel and reach
+staging of the old channel. Any KV cache can send.
 
 Only TCP on the interface for KV is used. It is not encrypted. Not yet run with RDMA or on GPUs.
 """
@@ -36,37 +36,54 @@ from kvtransfer.transports.nixl_agent import load, make_agent, register, tcp_on,
 
 KEY = "nixl"
 _AT = struct.Struct("<Q")  # address of the slots; then the agent's metadata
-STAGING_BYTES = 1 << 36  # of address space: parts for thousands of channels
+_RINGS = 4  # staging has addresses for this many times `transfer.staging_memory`
 _POLL_S = 0.00005
 _ENV = {"PATH", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "TMPDIR", "LANG"}
 _ENDING_S = 5.0
 
 
 class Staging:
-    """Memory for the slots of senders. Each channel takes a part of its own, and no other one gets that part later.
-    Only parts in use occupy memory.
+    """Memory for the slots of senders: `nbytes` of addresses. Each channel takes a part of its own, and no other one
+    gets that part later. Other addresses occupy memory only if a peer reads them, until the next take or free.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, nbytes: int) -> None:
         self._file = os.memfd_create("baton-kv-staging", os.MFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._file)
-        os.ftruncate(self._file, STAGING_BYTES)
-        self._taken = 0
+        weakref.finalize(self, os.close, self._file).atexit = False  # threads may still use it
+        os.ftruncate(self._file, nbytes)
+        self._memory, self._nbytes, self._taken = mmap.mmap(self._file, nbytes), nbytes, 0
+        self._parts: dict[int, int] = {}  # sizes of the parts in use, by offset, in ascending order
 
-    def has(self, nbytes: int) -> bool:
-        """Whether there is room for one more part."""
-        return self._taken + nbytes <= STAGING_BYTES
+    def fits(self, nbytes: int) -> bool:
+        """Whether one more part has addresses."""
+        return self._taken + nbytes <= self._nbytes
 
     def take(self, nbytes: int) -> tuple[int, Tensor]:
-        """Return the offset and the memory of a new part: uint8 [nbytes]. Raises OSError if memory is short."""
-        at, self._taken = self._taken, -(-(self._taken + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-        os.posix_fallocate(self._file, at, nbytes)  # an error now instead of SIGBUS later
-        return at, torch.frombuffer(mmap.mmap(self._file, nbytes, offset=at), dtype=torch.uint8)
+        """Return the offset and the memory of a new part: uint8 [nbytes]. Raises OSError."""
+        if not self.fits(nbytes):
+            raise OSError("staging has no free part of that size")
+        at, size = self._taken, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._taken, self._parts[at] = at + size, size
+        try:
+            os.posix_fallocate(self._file, at, nbytes)  # an error now instead of SIGBUS later
+        except OSError:
+            self.free(at)
+            raise
+        self._empty()
+        return at, torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=at)
 
-    def free(self, at: int, nbytes: int) -> None:
-        """Free the memory of a part. Late readers find zeros."""
-        with mmap.mmap(self._file, nbytes, offset=at) as part:
-            part.madvise(mmap.MADV_REMOVE)
+    def free(self, at: int) -> None:
+        """Free the memory of the part at this offset. Late readers find zeros."""
+        del self._parts[at]
+        self._empty()
+
+    def _empty(self) -> None:
+        """Free all pages outside of parts: a read of a hole allocates one (mm/shmem.c, `shmem_fault`)."""
+        end = 0
+        for at, size in (*self._parts.items(), (self._nbytes, 0)):
+            if at > end:
+                self._memory.madvise(mmap.MADV_REMOVE, end, at - end)
+            end = at + size
 
     @contextmanager
     def readable(self) -> Iterator[int]:
@@ -82,7 +99,7 @@ class Served(Protocol):
     """Staging that readers can reach."""
 
     def where(self, deadline_s: float) -> tuple[int, bytes]:
-        """Return its address there and the agent's metadata. Raises OSError."""
+        """Return its address there and the agent's metadata. Raises OSError if nothing answers."""
 
     @property
     def ended(self) -> bool: ...
@@ -110,7 +127,7 @@ class NixlTransport:
         except (ImportError, OSError) as error:
             raise ConfigError(f"NIXL is not installed, or cannot be used here: {error}") from error
         self._lock = threading.Lock()
-        self._serve = serve or ServingProcess
+        self._serve, self._staging_bytes = serve or ServingProcess, _RINGS * settings.staging_memory
         self._served = self._new()
 
     def open(self, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float) -> RingEnd:
@@ -119,18 +136,32 @@ class NixlTransport:
         return translate_errors(f"{title}: not built", lambda: build(title, keys, ring, deadline_s))
 
     def _new(self) -> tuple[Staging, Served]:
-        staging = Staging()
+        staging = Staging(self._staging_bytes)
         return staging, self._serve(self._library, staging, self._config)
 
     def _sender(self, title: str, keys: KeyRelay, ring: Ring, deadline_s: float) -> RingEnd:
+        if ring.nbytes > self._staging_bytes:
+            raise ConnectionError(
+                f"the receiver asks for staging of {ring.nbytes} bytes, {self._staging_bytes} are here"
+            )
         with self._lock:
-            if self._served[1].ended or not self._served[0].has(ring.nbytes):
+            if self._served[1].ended or not self._served[0].fits(ring.nbytes):
                 self._served = self._new()
             staging, served = self._served
-            at, memory = staging.take(ring.nbytes)
         address, metadata = served.where(deadline_s)
-        keys.send(KEY, _AT.pack(address + at) + metadata)
-        return NixlSender(title, memory.view(ring.slots, ring.size), served, partial(staging.free, at, ring.nbytes))
+        with self._lock:
+            at, memory = staging.take(ring.nbytes)
+        end = NixlSender(title, memory.view(ring.slots, ring.size), served, partial(self._free, staging, at))
+        try:
+            keys.send(KEY, _AT.pack(address + at) + metadata)
+        except BaseException:
+            end.close()
+            raise
+        return end
+
+    def _free(self, staging: Staging, at: int) -> None:
+        with self._lock:
+            staging.free(at)
 
     def _receiver(self, title: str, keys: KeyRelay, ring: Ring, deadline_s: float) -> RingEnd:
         value = keys.expect(KEY, deadline_s)
@@ -243,7 +274,6 @@ class ServingProcess:
                 process_group=0,
             )
         self._lock = threading.Lock()  # channels open in threads of their own
-        self._found: tuple[int, bytes] | None = None
         weakref.finalize(self, _end, self._process)
 
     @property
@@ -251,16 +281,15 @@ class ServingProcess:
         return self._process.poll() is not None
 
     def where(self, deadline_s: float) -> tuple[int, bytes]:
-        """See `Served`."""
-        with self._lock:
-            self._found = self._found or self._heard(deadline_s)
-            return self._found
-
-    def _heard(self, deadline_s: float) -> tuple[int, bytes]:
+        """See `Served`. The process is asked each time. One that does not answer is killed."""
+        assert self._process.stdin is not None
         assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], deadline_s)[0]:
-            raise TimeoutError(f"the process that serves the staging did not start within {deadline_s} s")
-        address, _, metadata = self._process.stdout.readline().decode().partition(" ")
+        with self._lock:
+            os.write(self._process.stdin.fileno(), b"\n")
+            if not select.select([self._process.stdout], [], [], deadline_s)[0]:
+                self._process.kill()
+                raise TimeoutError(f"the process that serves the staging did not answer within {deadline_s} s")
+            address, _, metadata = self._process.stdout.readline().decode().partition(" ")
         if not metadata:
             raise ConnectionError("the process that serves the staging has ended; see its messages")
         return int(address), bytes.fromhex(metadata)

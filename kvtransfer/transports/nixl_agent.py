@@ -1,9 +1,9 @@
 """NIXL agents, and the process that answers reads of staging:
 
     python -m kvtransfer.transports.nixl_agent BINDINGS FILE CONFIG
-It prints the address of the staging and the agent's metadata, and ends when its standard input is closed. Over TCP, UCX
-answers reads in software (NIXL 1.5.1): it sends whatever address a peer asks for, and a reader that dies in the middle
-can crash it. This process contains both, because it has nothing but the staging, read-only.
+It answers each line with the address of the staging and the agent's metadata, and ends when its standard input is
+closed. Over TCP, UCX answers reads in software (NIXL 1.5.1): it sends whatever address a peer asks for, and a reader
+that dies in the middle can crash it. This process contains both, because it has nothing but the staging, read-only.
 It does not import torch.
 
 The agents use NIXL's bindings. `nixl_agent` of its Python API fixes `pthrDelay = 0`, with which the progress thread
@@ -99,9 +99,10 @@ def main(bindings: str, file: str, config: str) -> None:
     answer = os.dup(1)
     os.dup2(2, 1)  # libraries print to standard output
     agent, memory = serve(load(bindings), int(file), config)
+    found = f"{memory.ctypes.data} {agent.getLocalMD().hex()}\n".encode()
     with suppress(BrokenPipeError):  # the worker has ended
-        os.write(answer, f"{memory.ctypes.data} {agent.getLocalMD().hex()}\n".encode())
-    sys.stdin.read()
+        for _ in sys.stdin:
+            os.write(answer, found)
 
 
 if __name__ == "__main__":

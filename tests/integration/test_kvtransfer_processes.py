@@ -144,15 +144,17 @@ def test_a_frozen_receiver_is_given_up_by_the_deadline(receiver: Receiver, prefi
 @pytest.mark.parametrize("over", [pytest.param("nixl", marks=NEEDS_NIXL)])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_process_that_serves_staging_dies_or_freezes(receiver: Receiver, prefills, number: int) -> None:
-    """The worker stays, and so do the blocks of the next push. A killed process is replaced with the next channel."""
+    """The worker stays, and so do the blocks of the next push. The next channel replaces a process that has ended, and
+    ends a frozen one.
+    """
     prefill = prefills()
     (transport,) = prefill.sender._end.choice.transports
-    receiver.ask(reserve={"r": [1], "s": [2], "t": [3]})
+    receiver.ask(reserve={"r": [1], "s": [2], "q": [4], "t": [3]})
     prefill.reports.done(prefill.push("r", 4, [1], receiver.ref))
     os.kill(transport._served[1]._process.pid, number)
     prefill.reports.failed(prefill.push("s", 4, [1], receiver.ref), ChannelBroken, timeout=scaled(8))
     if number == signal.SIGSTOP:
-        os.kill(transport._served[1]._process.pid, signal.SIGCONT)
+        prefill.reports.failed(prefill.push("q", 4, [1], receiver.ref), ChannelBroken, "did not answer", timeout=scaled(8))
     prefill.reports.done(prefill.push("t", 4, [1], receiver.ref))
     answer = receiver.ask(digest={"t": [[3], 4], "s": [[2], 4], "zeros": [[9], 4]})
     assert answer["commits"] == ["r", "t"]

@@ -6,33 +6,46 @@ Read in src/bindings/python/nixl_bindings.cpp, src/core/nixl_agent.cpp and src/p
 - `createXferReq` returns NIXL_ERR_INVALID_PARAM for lists of different lengths or bytes, and NIXL_ERR_NOT_FOUND for an
   unknown agent or memory that is not registered.
 - An agent without a progress thread moves bytes only within its own calls (`nixlUcxWorker::progressLoop`), in no
-  promised order of the pieces. The flush request keeps a transfer in progress until all of it has ended.
+  promised order of the pieces. UCX cuts a read into segments. The flush request keeps a transfer in progress until all
+  of it has ended.
 - A transfer from a dead peer raises NIXL_ERR_REMOTE_DISCONNECT; one from a frozen peer stays in progress.
 - `releaseXferReq` of a transfer in progress succeeds ("it may not be enough to cancel UCX request"): its bytes may
   still arrive while the agent lives.
 """
 
 import ctypes
+import os
 import random
+from collections.abc import Callable
 
 import numpy as np
 
 from kvtransfer.transports.nixl import Staging
 from kvtransfer.transports.nixl_agent import serve
 
+SEGMENT = 256  # bytes; few, so that tests can strike between them
+
 
 class Agents:
-    """All agents of a test, and the number of pieces that were read."""
+    """All agents of a test, and the numbers of segments that were read and of handles that are not released. `before`
+    runs before each segment, with its number.
+    """
 
     def __init__(self) -> None:
         self.known: dict[bytes, Agent] = {}
         self.configs: set[str] = set()
-        self.pieces = 0
-        self.flip = -1  # number of a piece that arrives with a changed byte
+        self.segments = self.handles = 0
+        self.before: Callable[[int], None] = lambda segment: None
+        self.flip = -1  # number of a segment that arrives with a changed byte
         self.frozen = self.dead = False
 
     def serve(self, library: "Library", staging: Staging, config: str) -> "Served":
         return Served(library, staging, config)
+
+
+def held_by(staging: Staging) -> int:
+    """Return the bytes of memory that staging occupies."""
+    return os.fstat(staging._file).st_blocks * 512
 
 
 class Served:
@@ -139,31 +152,41 @@ class Agent:
         if peer not in self._peers or not (self._has(local) and self._agents.known[peer]._has(remote)):
             raise self._library.nixlNotFoundError("NIXL_ERR_NOT_FOUND")
         self._handles += 1
-        self._created[self._handles] = [(here, there, n) for (here, n), (there, _) in zip(local, remote, strict=True)]
+        self._agents.handles += 1
+        self._created[self._handles] = [
+            (here + at, there + at, min(SEGMENT, n - at))
+            for (here, n), (there, _) in zip(local, remote, strict=True)
+            for at in range(0, n, SEGMENT)
+        ]
         return self._handles
 
     def postXferReq(self, handle: int, message: bytes) -> int:
         self._moving[handle] = self._created.pop(handle)
         random.shuffle(self._moving[handle])
-        return self.getXferStatus(handle)
-
-    def getXferStatus(self, handle: int) -> int:
-        """Move one piece of each transfer."""
         if self._agents.dead:
             raise self._library.nixlRemoteDisconnectError("NIXL_ERR_REMOTE_DISCONNECT")
-        for pieces in self._moving.values():
-            if pieces and not self._agents.frozen:
-                self._agents.pieces += 1
-                self._move(*pieces.pop())
+        return self._library.NIXL_IN_PROG
+
+    def getXferStatus(self, handle: int) -> int:
+        """Move one segment of each transfer."""
+        for segments in self._moving.values():
+            if segments:
+                self._agents.before(self._agents.segments)
+            if self._agents.dead:
+                raise self._library.nixlRemoteDisconnectError("NIXL_ERR_REMOTE_DISCONNECT")
+            if segments and not self._agents.frozen:
+                self._agents.segments += 1
+                self._move(*segments.pop())
         return self._library.NIXL_IN_PROG if self._moving[handle] else self._library.NIXL_SUCCESS
 
     def _move(self, here: int, there: int, nbytes: int) -> None:
         ctypes.memmove(here, there, nbytes)
-        if self._agents.pieces - 1 == self._agents.flip:
+        if self._agents.segments - 1 == self._agents.flip:
             ctypes.c_ubyte.from_address(here).value ^= 1
 
     def releaseXferReq(self, handle: int) -> None:
         """Free a handle. Bytes of a transfer in progress go on, as long as the agent is called."""
+        self._agents.handles -= 1
         self._created.pop(handle, None)
 
     def _has(self, pieces: list[tuple[int, int]]) -> bool:

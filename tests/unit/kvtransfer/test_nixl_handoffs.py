@@ -8,7 +8,8 @@ import pytest
 from baton.core import HandoffId
 from baton.errors import ChannelBroken, DigestMismatch
 from kvtransfer.transports.nixl import NixlTransport
-from tests.support.nixl import Agents, Library
+from kvtransfer.wire import VersionRefused
+from tests.support.nixl import Agents, Library, held_by
 from tests.support.waiting import eventually
 from tests.unit.kvtransfer.support import (
     LAYOUT,
@@ -19,6 +20,7 @@ from tests.unit.kvtransfer.support import (
     Pairs,
     make_kv,
     only_these,
+    rows,
     same_kv,
 )
 
@@ -58,25 +60,54 @@ def test_the_kv_arrives_through_slots_that_are_used_again(connected, skip: int) 
 def test_bytes_that_change_on_a_network_are_detected_without_any_setting(connected, agents: Agents) -> None:
     pair = connected()
     pair.reports.done(pair.push("right", TOKENS, SOURCE, TARGET))
-    agents.flip = agents.pieces
+    agents.flip = agents.segments
     pair.reports.failed(pair.push("wrong", TOKENS, SOURCE, TARGET), DigestMismatch)
     pair.reports.done(pair.push("next", TOKENS, SOURCE, TARGET))
     assert HandoffId("wrong", 1) not in pair.table.commits
 
 
-@pytest.mark.parametrize(("fault", "why"), [("dead", "NIXL: NIXL_ERR_REMOTE_DISCONNECT"), ("frozen", "no progress")])
-def test_a_source_that_dies_or_freezes_before_a_read_leaves_no_byte_and_no_handoff(
-    connected, agents: Agents, fault: str, why: str
-) -> None:
-    """After a frozen source goes on, a next channel is built. Late bytes of the old one are in its staging alone."""
+STRIKES = {
+    "dead": lambda pair, agents: setattr(agents, "dead", True),
+    "frozen": lambda pair, agents: setattr(agents, "frozen", True),
+    "closed": lambda pair, agents: pair.sender._channels[0].stop("closed by the test"),
+}
+
+
+@pytest.mark.parametrize("at", [0, 1, 7, 12])
+@pytest.mark.parametrize("fault", STRIKES)
+def test_a_source_that_dies_freezes_or_closes_within_a_read(connected, agents: Agents, fault: str, at: int) -> None:
+    """The handoff fails, and blocks have right bytes or none. The next channel works, and no staging is kept."""
     pair = connected(receiver=replace(SMALL_FRAMES, frame_deadline_s=0.2))
+    (transport,) = pair.sender._end.choice.transports
+    staging, _ = transport._served
     job = pair.begin("r", TOKENS, TARGET)
     eventually(lambda: len(pair.sender.channels()) == 1)
-    vars(agents)[fault] = True
+    strike_at = agents.segments + at
+
+    def before(segment: int) -> None:
+        if segment == strike_at:
+            STRIKES[fault](pair, agents)
+
+    agents.before = before
     pair.sender.computed(job.handoff, SOURCE, LAYOUT.layers, TOKENS)
-    pair.reports.failed(job.handoff, ChannelBroken, why)
-    assert ("lost", P) in pair.table.events
+    pair.reports.failed(job.handoff, ChannelBroken)
+    eventually(lambda: ("lost", P) in pair.table.events)
+    assert only_these(pair.target, TARGET, TOKENS)
+    arrived, sent = (rows(kv, blocks, 0, TOKENS) for kv, blocks in ((pair.target, TARGET), (pair.source, SOURCE)))
+    assert bool(((arrived == sent) | (arrived == 0)).all())
     agents.dead = agents.frozen = False
-    assert only_these(pair.target, [], 0)
+    agents.before = lambda segment: None
     pair.reports.done(pair.push("next", TOKENS, SOURCE, NEXT))
-    assert only_these(pair.target, NEXT, TOKENS)
+    assert same_kv(pair.source, SOURCE, pair.target, NEXT, TOKENS)
+    assert list(pair.table.commits) == [HandoffId("next", 1)]
+    pair.sender.close()
+    assert held_by(staging) == 0
+    eventually(lambda: agents.handles == 0)
+
+
+def test_a_peer_that_reads_pools_is_refused(connected) -> None:
+    """The release before this one had no `reach`."""
+    pair = connected()
+    (transport,) = pair.sender._end.choice.transports
+    transport.reach = ""
+    pair.reports.failed(pair.push("r", TOKENS, SOURCE, TARGET), VersionRefused)
