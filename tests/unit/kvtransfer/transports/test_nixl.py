@@ -97,7 +97,7 @@ def test_a_sender_that_is_not_built_or_is_closed_keeps_no_staging(monkeypatch, f
     if fault == "where":
         monkeypatch.setattr(served, "where", broken)
     if fault == "memory":
-        monkeypatch.setattr(os, "posix_fallocate", broken)
+        monkeypatch.setattr(os, "posix_fallocate", lambda file, at, nbytes: os.pwrite(file, b"x", at) and broken())
     if fault == "none":
         end = transport.open(NAME, Side.SENDER, relay, RING, 1.0)
         assert held_by(staging) == RING.nbytes
