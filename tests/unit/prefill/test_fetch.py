@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -80,6 +81,19 @@ def test_only_large_steps_tell_what_computing_costs(router, tokens, fetch):
     side.clock.advance(10.0)
     side.role.fetches.step_ended(tokens)
     assert begun(side, router) == fetch
+
+
+def test_costs_are_the_times_of_a_step_and_of_a_fetch(side, router):
+    cost = side.role.fetches._cost = Mock(wraps=side.role.fetches._cost)
+    side.role.fetches.step_began()
+    side.clock.advance(4.0)
+    side.role.fetches.step_ended(32)
+    begun(side, router)
+    side.clock.advance(0.5)
+    came(side)
+    ends_well(side, router)
+    assert cost.computed.call_args_list[0] == call(32, 4.0)
+    cost.fetched.assert_called_once_with(3 * side.engine.layout.block_bytes, 0.5)
 
 
 def test_what_came_is_not_computed(side, router):
