@@ -97,7 +97,7 @@ class InputLayer:
         if self.gate is not None:
             assert step.inputs is not None
             take = step.scratch.take
-            gate = self.gate(x, take("input_gate", len(x), self.gate.width))
+            gate = self.gate(x, take("input_gate", x.shape[0], self.gate.width))
             gated = mapped(self.act, gate, fixed=step.fixed) * step.inputs[:, self.index]
             projected = self.project(gated, take("delta", *x.shape))
             x.add_(self.input_norm_after(projected, take("delta_normed", *x.shape)))
@@ -119,8 +119,8 @@ class LayerEmbedding:
 
     def __call__(self, token_ids: Tensor, x: Tensor) -> Tensor:
         """Return the inputs [N, layers, width] of tokens with the embeddings x [N, hidden]."""
-        shape = (len(x), *self.shape)
-        projected = self.project(x, x.new_empty(len(x), self.project.width)).mul_(self.factor).view(shape)
+        shape = (x.shape[0], *self.shape)
+        projected = self.project(x, x.new_empty(x.shape[0], self.project.width)).mul_(self.factor).view(shape)
         of_tokens = (self.embed[token_ids] * self.scale).view(shape)
         return self.norm(projected, torch.empty_like(projected)).add_(of_tokens).mul_(2.0**-0.5)
 
@@ -204,7 +204,7 @@ class Decoder:
         """Write K and V to `kv`. Returns logits of `logit_rows`, float32 [L, vocab], valid until the next forward."""
         self.kernels.begin(batch)
         step = self.step_of(batch, kv.layout.block_size)
-        x = self.scratch.take("x", len(batch.token_ids), self.config.hidden_size)
+        x = self.scratch.take("x", batch.token_ids.shape[0], self.config.hidden_size)
         torch.index_select(self.embed, 0, batch.token_ids, out=x)
         if self.embedding_scale is not None:
             x.mul_(self.embedding_scale)
@@ -212,8 +212,8 @@ class Decoder:
             step = replace(step, inputs=self.inputs(batch.token_ids, x))
         delta, written = None, 0
         for number, (layer, has_kv) in enumerate(zip(self.layers, self._has_kv, strict=True)):
-            place = min(self._places[number], len(kv.k) - 1)  # a recurrent layer uses neither K nor V
-            delta = layer(x, delta, step, kv.k[place], kv.v[place])
+            place = min(self._places[number], len(kv.of_layers) - 1)  # a recurrent layer uses neither K nor V
+            delta = layer(x, delta, step, *kv.of_layers[place])
             if has_kv and batch.on_layer is not None:  # sums of this layer prove that all ranks have written K and V
                 batch.on_layer(written)
             written += has_kv
@@ -255,14 +255,14 @@ class Decoder:
         return (mapped(torch.log1p, steps, fixed=fixed) * scale + 1).to(self.scratch.dtype)
 
     def _logits(self, x: Tensor, rows: Tensor, *, fixed: bool) -> Tensor:
-        last = torch.index_select(x, 0, rows, out=self.scratch.take("last", len(rows), x.shape[1]))
+        last = torch.index_select(x, 0, rows, out=self.scratch.take("last", rows.shape[0], x.shape[1]))
         normed = self.hidden = self.norm(last, self.scratch.take("normed", *last.shape))
         return self.logits_of(normed, fixed=fixed)
 
     def logits_of(self, normed: Tensor, *, fixed: bool) -> Tensor:
         """Return the logits of rows [L, hidden] behind a last norm: float32 [L, vocab], valid until the next ones."""
         head = self.spec.head
-        logits = self.head(normed, self.scratch.take("logits", len(normed), self.head.width, torch.float32))
+        logits = self.head(normed, self.scratch.take("logits", normed.shape[0], self.head.width, torch.float32))
         if head.scale != 1.0:
             logits.mul_(head.scale)
         if head.soft_cap is not None:
@@ -296,13 +296,13 @@ class PredictionHead:
         """Compute rows of tokens t_(i+1) and `hidden` h_i [N, hidden]. Write the one layer of `kv`. Return logits,
         float32 [L, vocab], and h' [L, hidden] of `logit_rows`. The next forward of model or head overwrites both.
         """
-        model, size = self.model, (len(batch.token_ids), self.model.config.hidden_size)
+        model, size = self.model, (batch.token_ids.shape[0], self.model.config.hidden_size)
         model.kernels.begin(batch)
         take, step = model.scratch.take, model.step_of(batch, kv.layout.block_size)
         x = torch.index_select(model.embed, 0, batch.token_ids, out=take("x", *size))
         pair = self.enorm(x, take("normed", *size)), self.hnorm(hidden, take("hidden_normed", *size))
         x = self.projection(torch.cat(pair, dim=1), x)
-        x.add_(self.layer(x, None, step, kv.k[0], kv.v[0]))
+        x.add_(self.layer(x, None, step, *kv.of_layers[0]))
         last = x[batch.logit_rows]
         normed = self.norm(last, take("normed", *last.shape))
         return model.logits_of(normed, fixed=batch.fixed), normed

@@ -65,7 +65,7 @@ class LatentAttention:
     def __call__(self, x: Tensor, step: Step, keys: Tensor, values: Tensor) -> Tensor:
         """Attend over `keys`, this layer's cache [blocks, block_size, 1, latent.cached]; `values` is unused."""
         del values
-        rows, take = len(x), step.scratch.take
+        rows, take = x.shape[0], step.scratch.take
         low = self._low(x, step)
         query = self.query(low, take("query", rows, self.query.width)).view(rows, -1, self.latent.query_dim)
         self._rotate(query[..., self.latent.nope_dim :], step.rotations[0])
@@ -80,12 +80,12 @@ class LatentAttention:
         """Return the inputs of the projection of queries."""
         if self.low_rank is None:
             return x
-        (down, norm), rows, take = self.low_rank, len(x), step.scratch.take
+        (down, norm), rows, take = self.low_rank, x.shape[0], step.scratch.take
         return norm(down(x, take("query_low", rows, down.width)), take("query_normed", rows, down.width))
 
     def _latent(self, x: Tensor, step: Step) -> Tensor:
         """Return the latent rows to cache: [N, rank + rope_dim]."""
-        rows, rank, take = len(x), self.latent.rank, step.scratch.take
+        rows, rank, take = x.shape[0], self.latent.rank, step.scratch.take
         row = self.kv_a(x, take("latent", rows, self.latent.width))
         plain = take("latent_plain", rows, rank).copy_(row[:, :rank])
         row[:, :rank] = self.kv_norm(plain, take("latent_normed", rows, rank))
@@ -147,7 +147,7 @@ class Indexer:
 
     def store(self, x: Tensor, step: Step, cache: Tensor) -> None:
         """Write the keys of rows x [N, hidden] to `cache` [slots, latent.cached]."""
-        take, shape = step.scratch.take, (len(x), self.config.dim)
+        take, shape = step.scratch.take, (x.shape[0], self.config.dim)
         key = self.norm(self.key(x, take("index_key", *shape)), take("index_normed", *shape))
         self._rotate(key[:, None], step)
         cache[:, self.width :].index_copy_(0, step.slots, key)
@@ -158,7 +158,7 @@ class Indexer:
         """Yield for each sequence the chunks of `attention`, in which the positions that are not selected are hidden
         too. A single token gets one chunk of its selected positions.
         """
-        rows, take, heads = len(x), step.scratch.take, self.config.heads
+        rows, take, heads = x.shape[0], step.scratch.take, self.config.heads
         query = self.query(low, take("index_query", rows, self.query.width)).view(rows, heads, -1)
         self._rotate(query, step)
         weights = _in_pieces(self._weights, x) if step.fixed else self._weights(x)
@@ -177,7 +177,7 @@ class Indexer:
 
     def _weights(self, x: Tensor) -> Tensor:
         """Return the weights of the heads, float32 [N, heads]."""
-        return self.weigh(x, x.new_empty(len(x), self.config.heads, dtype=torch.float32)).mul_(self.scale)
+        return self.weigh(x, x.new_empty(x.shape[0], self.config.heads, dtype=torch.float32)).mul_(self.scale)
 
     def _ranks(self, query: Tensor, weights: Tensor, chunks: list[FixedChunk], cache: Tensor, step: Step) -> Tensor:
         """Return scores float32 [N, S] of queries [N, heads, dim] and weights [N, heads], -inf for hidden positions."""
@@ -271,5 +271,5 @@ def _tiled(batch: Batch) -> Batch:
 def _rows_as_cache(batch: Batch) -> Batch:
     """Return the batch over a cache of one block per row, which holds this forward's rows in order."""
     span = torch.arange(max(batch.query_lens), device=batch.query_starts.device)
-    tables = (batch.query_starts[:-1, None] + span).clamp(max=len(batch.token_ids) - 1)
+    tables = (batch.query_starts[:-1, None] + span).clamp(max=batch.token_ids.shape[0] - 1)
     return replace(batch, block_tables=tables.to(torch.int32))

@@ -254,7 +254,7 @@ class SelfAttention:
         self.in_kernels = spec.in_kernels
 
     def __call__(self, x: Tensor, step: Step, keys: Tensor, values: Tensor) -> Tensor:
-        rows, take = len(x), step.scratch.take
+        rows, take = x.shape[0], step.scratch.take
         projected, width = self.qkv(x, take("qkv", rows, self.qkv.width)), self.qkv.width - self.gates
         if self.gates:
             gates, projected = projected[:, width:], take("ungated", rows, width).copy_(projected[:, :width])
@@ -389,7 +389,7 @@ class MLP:
         self.plain = None if spec.gated else _plain(parts, name, spec.activation)
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
-        rows, take = len(x), step.scratch.take
+        rows, take = x.shape[0], step.scratch.take
         both, inner = take("gate_up", rows, self.up.width), self.up.width // self.outs
         if self.plain is not None:
             active = mapped(self.plain, self.up(x, both), fixed=step.fixed)

@@ -61,7 +61,7 @@ class SparseMLP:
             return routed
         shared = self.shared(x, step)
         if self.gate is not None:
-            gates = self.gate(x, step.scratch.take("shared_gate", len(x), 1))
+            gates = self.gate(x, step.scratch.take("shared_gate", x.shape[0], 1))
             shared.mul_(mapped(torch.sigmoid, gates, fixed=step.fixed))
         return shared.add_(routed)
 
@@ -85,7 +85,7 @@ class Router:
 
     def __call__(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """Return weights float32 [N, per_token] and experts int64 [N, per_token] for x [N, hidden]."""
-        logits = self.gate(x, step.scratch.take("router", len(x), self.gate.width, self.dtype)).float()
+        logits = self.gate(x, step.scratch.take("router", x.shape[0], self.gate.width, self.dtype)).float()
         sigmoid = self.experts.sigmoid
         scores = mapped(torch.sigmoid, logits, fixed=step.fixed) if sigmoid else logits.softmax(-1)
         ranks = scores + self.bias if self.bias is not None else logits if sigmoid else scores
@@ -212,8 +212,8 @@ class Experts:
 
     def _compute(self, expert: Expert, rows: Tensor, step: Step) -> None:
         take, (gate_up, down) = step.scratch.take, expert
-        both = gate_up(rows, take("expert_gate_up", len(rows), gate_up.width))
-        down(self.gate(both, out=take("expert_gated", len(rows), gate_up.width // self.outs)), rows)
+        both = gate_up(rows, take("expert_gate_up", rows.shape[0], gate_up.width))
+        down(self.gate(both, out=take("expert_gated", rows.shape[0], gate_up.width // self.outs)), rows)
 
 
 def _plain(activation: str, rows: Tensor, out: Tensor) -> Tensor:

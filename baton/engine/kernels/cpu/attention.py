@@ -37,8 +37,9 @@ class AttentionArgs(ctypes.Structure):
 
 def strides_of(cache: Tensor) -> tuple[int, int, int]:
     """Return the strides in bytes of block, token and head in a cache [blocks, block_size, kv_heads, dim]."""
-    block, token, head, _ = (stride * cache.itemsize for stride in cache.stride())
-    return block, token, head
+    block, token, head, _ = cache.stride()
+    size = cache.itemsize
+    return block * size, token * size, head * size
 
 
 def is_compiled(dim: int, value_dim: int | None = None) -> bool:
@@ -121,7 +122,7 @@ class CompiledAttention:
         self._planned, self._joins = (heads, kv_heads), partials.value
         if self._partials.numel() < partials.value * (value_dim + 2):
             self._partials = torch.empty(partials.value * (value_dim + 2))
-        if len(self._workspaces) < threads * self._workspace_bytes:
+        if self._workspaces.numel() < threads * self._workspace_bytes:
             memory = torch.empty(threads * self._workspace_bytes + 64, dtype=torch.uint8)
             self._workspaces = memory[-memory.data_ptr() % 64 :]  # aligned to a cache line
         self._args.tasks, self._args.partials = self._tasks.data_ptr(), self._partials.data_ptr()

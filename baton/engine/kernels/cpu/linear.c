@@ -9,11 +9,10 @@
  * this order before, and so is a tile of W that several passes use. */
 #include "common.h"
 
-#define ACC 8 /* most rows of W in a tile */
+#define ACC 4 /* most rows of W in a tile */
 #ifdef __AVX512F__
 #define MR 6
 #define NR 4
-#define SINGLE 8 /* rows of W in a tile for one row of x */
 #ifndef WIDEN
 #define AT_ONCE                 /* which is faster than tiles for up to ONCE rows of x */
 #define ONCE (PAIR > 1 ? 6 : 8) /* most rows of x in one pass */
@@ -23,18 +22,14 @@
 #if defined(__aarch64__) || defined(WIDEN)
 #define MR 3
 #define NR 4
-#define SINGLE 4
-#ifdef __AVX2__
-#define STREAM 1024 /* bytes to prefetch ahead in each row of W for one row of x */
-#endif
 #else /* 16 registers: 12 sums, a vector of each row of W, and one of x */
 #define MR 4
 #define NR 3
-#define SINGLE 8
 #endif
 #endif
-#define CLOSE 4                   /* the same if its rows are so short that prefetches aim at the first-level cache */
-#define CLOSE_BYTES (3 << 10)     /* of such a row at most */
+#define FAR ACC                   /* streams of W for one row of x */
+#define LONG_ROW (8 << 10)        /* bytes of a widened row of x that leaves little of the first-level cache to W */
+#define PAGE 4096                 /* bytes: lines a multiple of it apart replace each other in the first-level cache */
 #define LINE 64
 #define AHEAD_BYTES (8 << 10)     /* prefetches go two tiles ahead if a tile is shorter */
 #define PANEL_BYTES (384 << 10)   /* of x, so that a panel stays in the second-level cache */
@@ -50,14 +45,13 @@ typedef elem flat_x;
 #endif
 #define TILE_ELEMS (4096 / (long)sizeof(flat_x)) /* most of K, so that a tile of W stays in the first-level cache */
 
-/* Returns the even elements of a vector of W, or the odd ones, if they must be widened. */
-INLINE VI half(VI w, int odd) {
+/* Returns the even elements of a vector of W, or the odd ones, if they must be widened and are not yet. */
+INLINE VI half(VI w, int odd, const int wide) {
 #ifdef WIDEN
-    return odd ? (VI)(w & vi_set((int)0xffff0000)) : OP(slli_epi32)(w, 16);
-#else
-    (void)odd;
-    return w;
+    if (!wide) return odd ? (VI)(w & vi_set((int)0xffff0000)) : OP(slli_epi32)(w, 16);
 #endif
+    (void)odd, (void)wide;
+    return w;
 }
 
 /* Prevents that the compiler loads a vector again for each use, which costs up to a quarter of the speed. */
@@ -72,26 +66,16 @@ INLINE VI in_register(VI v) {
     return v;
 }
 
+/* Returns the sums over the lanes of each vector, by one fixed tree. */
+INLINE V sums_of(const V v[ACC]) {
 #ifdef __aarch64__
-INLINE V sums_of(const V v[ACC], const int nr) {
-    (void)nr;
     return vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3]));
-}
 #else
-/* Both trees are the same, so `nr` does not change the bits of a sum. */
-INLINE __m256 sum4(const V v[4]) {
     __m256 a = _mm256_hadd_ps(v_halves(v[0]), v_halves(v[1])), b = _mm256_hadd_ps(v_halves(v[2]), v_halves(v[3]));
     a = _mm256_hadd_ps(a, b);
-    return _mm256_add_ps(a, _mm256_permute2f128_ps(a, a, 1));
-}
-INLINE __m256 sum8(const V v[8]) {
-    __m256 a = _mm256_hadd_ps(v_halves(v[0]), v_halves(v[1])), b = _mm256_hadd_ps(v_halves(v[2]), v_halves(v[3]));
-    __m256 c = _mm256_hadd_ps(v_halves(v[4]), v_halves(v[5])), d = _mm256_hadd_ps(v_halves(v[6]), v_halves(v[7]));
-    a = _mm256_hadd_ps(a, b), c = _mm256_hadd_ps(c, d);
-    return _mm256_add_ps(_mm256_permute2f128_ps(a, c, 0x20), _mm256_permute2f128_ps(a, c, 0x31));
-}
-INLINE V sums_of(const V v[ACC], const int nr) { return v_widen(nr > 4 ? sum8(v) : sum4(v)); }
+    return v_widen(_mm256_add_ps(a, _mm256_permute2f128_ps(a, a, 1)));
 #endif
+}
 
 typedef struct {
     const void *x; /* elements, or what `linear` makes of them */
@@ -140,7 +124,7 @@ INLINE VI part_of_x(const flat_x *p, long n) {
 INLINE void widen_row(const elem *from, long k, float *to) {
     for (long at = 0; at < k; at += FLAT_STEP) {
         const VI w = k - at >= FLAT_STEP ? vi_load(from + at) : part(from + at, k - at);
-        vi_store(to + at, half(w, 0)), vi_store(to + at + LANES, half(w, 1));
+        vi_store(to + at, half(w, 0, 0)), vi_store(to + at + LANES, half(w, 1, 0));
     }
 }
 #endif
@@ -150,17 +134,20 @@ INLINE void put_sums(const linear_args *a, long m, long n, const int nr, const V
     V sums[ACC] = {0};
 #pragma GCC unroll 8
     for (int j = 0; j < nr; j++) sums[j] = acc[j];
-    put(a, m, n, nr, sums_of(sums, nr));
+    put(a, m, n, nr, sums_of(sums));
 }
 
-/* acc[i][j] += x_i . w_j over one vector of each row of W. Registers hold those of W if they are fewer. */
-INLINE void add_step(V (*acc)[ACC], const flat_x *x, long sx, const elem *w, long sw, const int mr, const int nr) {
+/* acc[i][j] += x_i . w_j over one vector of each row of W, which are `sw` bytes apart and widened before if `wide`.
+ * Registers hold the vectors of W if they are fewer than those of x. */
+INLINE void add_step(V (*acc)[ACC], const flat_x *x, long sx, const char *w, long sw, const int mr, const int nr,
+                     const int wide) {
+    const int halves = wide ? 1 : HALVES;
     if (mr > nr) {
 #pragma GCC unroll 2
-        for (int h = 0; h < HALVES; h++) {
+        for (int h = 0; h < halves; h++) {
             VI wv[NR];
 #pragma GCC unroll 8
-            for (int j = 0; j < nr; j++) wv[j] = in_register(half(vi_load(w + j * sw), h));
+            for (int j = 0; j < nr; j++) wv[j] = in_register(half(vi_load(w + j * sw), h, wide));
 #pragma GCC unroll 8
             for (int i = 0; i < mr; i++) {
                 const VI xv = in_register(vi_load(x + i * sx + h * LANES));
@@ -174,52 +161,28 @@ INLINE void add_step(V (*acc)[ACC], const flat_x *x, long sx, const elem *w, lon
 #pragma GCC unroll 8
     for (int i = 0; i < mr; i++)
 #pragma GCC unroll 2
-        for (int h = 0; h < HALVES; h++) {
+        for (int h = 0; h < halves; h++) {
             xv[h][i] = vi_load(x + i * sx + h * LANES);
-            if (HALVES == 1) xv[h][i] = in_register(xv[h][i]);
+            if (halves == 1) xv[h][i] = in_register(xv[h][i]);
         }
 #pragma GCC unroll 8
     for (int j = 0; j < nr; j++) {
         const VI wv = in_register(vi_load(w + j * sw));
 #pragma GCC unroll 2
-        for (int h = 0; h < HALVES; h++)
+        for (int h = 0; h < halves; h++)
 #pragma GCC unroll 8
-            for (int i = 0; i < mr; i++) acc[i][j] = dot(acc[i][j], xv[h][i], half(wv, h));
+            for (int i = 0; i < mr; i++) acc[i][j] = dot(acc[i][j], xv[h][i], half(wv, h, wide));
     }
 }
 
 /* Adds the last `n` elements of K, less than a vector of W. */
-INLINE void add_rest(V (*acc)[ACC], const flat_x *x, long sx, const elem *w, long sw, long n, const int mr, const int nr) {
+INLINE void add_rest(V (*acc)[ACC], const flat_x *x, long sx, const char *w, long sw, long n, const int mr, const int nr) {
     for (int i = 0; i < mr; i++)
         for (int j = 0; j < nr; j++) {
-            const VI wv = part(w + j * sw, n);
+            const VI wv = part((const elem *)(w + j * sw), n);
             for (int h = 0; h < HALVES; h++)
-                acc[i][j] = dot(acc[i][j], part_of_x(x + i * sx + h * LANES, n), half(wv, h));
+                acc[i][j] = dot(acc[i][j], part_of_x(x + i * sx + h * LANES, n), half(wv, h, 0));
         }
-}
-
-/* The same as `add_step` for widened rows of W. */
-INLINE void add_wide(V (*acc)[ACC], const float *x, long sx, const float *w, const int mr, const int nr) {
-    VI held[MAX(MR, NR)];
-    if (mr > nr) {
-#pragma GCC unroll 8
-        for (int j = 0; j < nr; j++) held[j] = in_register(vi_load(w + j * TILE_ELEMS));
-#pragma GCC unroll 8
-        for (int i = 0; i < mr; i++) {
-            const VI xv = in_register(vi_load(x + i * sx));
-#pragma GCC unroll 8
-            for (int j = 0; j < nr; j++) acc[i][j] = (V)OP(fmadd_ps)((V)xv, (V)held[j], acc[i][j]);
-        }
-        return;
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < mr; i++) held[i] = in_register(vi_load(x + i * sx));
-#pragma GCC unroll 8
-    for (int j = 0; j < nr; j++) {
-        const VI wv = in_register(vi_load(w + j * TILE_ELEMS));
-#pragma GCC unroll 8
-        for (int i = 0; i < mr; i++) acc[i][j] = (V)OP(fmadd_ps)((V)held[i], (V)wv, acc[i][j]);
-    }
 }
 
 INLINE void fetch_lines(const char *next, const int count, const int near) {
@@ -231,29 +194,17 @@ INLINE void fetch_lines(const char *next, const int count, const int near) {
             fetch_far(next + j * LINE);
 }
 
-/* acc[i][j] += x_i . w_j over `k` elements. Each step prefetches `fetch` cache lines from `next` on, which moves by
- * `stride` bytes. */
-INLINE void tile(V (*acc)[ACC], const flat_x *x, long sx, const elem *w, long sw, long k, const int mr, const int nr,
-                 const char *next, const long stride, const int fetch, const int near) {
+/* acc[i][j] += x_i . w_j over `k` elements, as `add_step`. Each step prefetches `fetch` cache lines from `next` on, which
+ * moves by `stride` bytes. */
+INLINE void tile(V (*acc)[ACC], const flat_x *x, long sx, const char *w, long sw, long k, const int mr, const int nr,
+                 const char *next, const long stride, const int fetch, const int wide) {
+    const long each = wide ? LANES : FLAT_STEP;
     long at = 0;
-    for (; at + FLAT_STEP <= k; at += FLAT_STEP, next += stride) {
-        fetch_lines(next, fetch, near);
-#ifdef STREAM
-        if (mr == 1 && !near)
-            for (int j = 0; j < nr; j++) fetch_near((const char *)(w + j * sw + at) + STREAM);
-#endif
-        add_step(acc, x + at, sx, w + at, sw, mr, nr);
-    }
-    if (at < k) add_rest(acc, x + at, sx, w + at, sw, k - at, mr, nr);
-}
-
-/* The same for widened rows of W. */
-INLINE void wide_tile(V (*acc)[ACC], const float *x, long sx, const float *w, long k, const int mr, const int nr,
-                      const char *next, const long stride, const int fetch) {
-    for (long at = 0; at < k; at += LANES, next += stride) {
+    for (; at + each <= k; at += each, next += stride, w += sizeof(V)) {
         fetch_lines(next, fetch, 0);
-        add_wide(acc, x + at, sx, w + at, mr, nr);
+        add_step(acc, x + at, sx, w, sw, mr, nr, wide);
     }
+    if (at < k && !wide) add_rest(acc, x + at, sx, w, sw, k - at, mr, nr); /* widened rows are padded */
 }
 
 /* Returns how many tiles of `nr` rows of W to prefetch ahead. */
@@ -267,7 +218,7 @@ long NAME(linear_scratch)(long k) { return HALVES > 1 ? (k + FLAT_STEP - 1) / FL
 /* Multiplies rows [m, m + mr) of x with W rows [n, n + nr) over K from k0 to k1. `kept` holds unfinished sums. `wide`
  * has this part of W widened, or is NULL. */
 INLINE void step(const linear_args *a, long m, long n, long k0, long k1, const int mr, const int nr, V *kept,
-                 const char *next, const long stride, const int fetch, const float *wide, const int near) {
+                 const char *next, const long stride, const int fetch, const float *wide) {
     V acc[MR][ACC];
 #pragma GCC unroll 8
     for (int i = 0; i < mr; i++)
@@ -275,9 +226,11 @@ INLINE void step(const linear_args *a, long m, long n, long k0, long k1, const i
         for (int j = 0; j < nr; j++) acc[i][j] = k0 ? kept[i * NR + j] : v_set(0);
     const flat_x *x = (const flat_x *)a->x + m * a->stride_x + k0;
     if (HALVES > 1 && wide)
-        wide_tile(acc, (const float *)x, a->stride_x, wide, NAME(linear_scratch)(k1 - k0), mr, nr, next, stride, fetch);
+        tile(acc, x, a->stride_x, (const char *)wide, TILE_ELEMS * sizeof(float), NAME(linear_scratch)(k1 - k0), mr, nr,
+             next, stride, fetch, 1);
     else
-        tile(acc, x, a->stride_x, a->w + n * a->k + k0, a->k, k1 - k0, mr, nr, next, stride, fetch, near);
+        tile(acc, x, a->stride_x, (const char *)(a->w + n * a->k + k0), a->k * sizeof(elem), k1 - k0, mr, nr, next, stride,
+             fetch, 0);
     if (k1 < a->k) {
 #pragma GCC unroll 8
         for (int i = 0; i < mr; i++)
@@ -289,7 +242,7 @@ INLINE void step(const linear_args *a, long m, long n, long k0, long k1, const i
     for (int i = 0; i < mr; i++) put_sums(a, m + i, n, nr, acc[i]);
 }
 
-#define STEP(MR_, NR_, FETCH_) step(a, m, n, k0, k1, MR_, NR_, kept, next, stride, FETCH_, WIDE_TILE, 0)
+#define STEP(MR_, NR_, FETCH_) step(a, m, n, k0, k1, MR_, NR_, kept, next, stride, FETCH_, WIDE_TILE)
 #define BY_ROWS(NR_, FETCH_)                                                                                           \
     (mr == MR           ? STEP(MR, NR_, FETCH_)                                                                        \
      : mr == MIN(5, MR) ? STEP(MIN(5, MR), NR_, FETCH_)                                                                \
@@ -310,13 +263,33 @@ static void pick(const linear_args *a, long m, int mr, long n, long k0, long k1,
 #undef WIDE_TILE
 
 #define WIDE_TILE NULL
-/* Multiplies row m of x with tiles of `nr` rows of W, and prefetches a later tile. Returns the first row that is left. */
-INLINE long single(const linear_args *a, long m, long n, long end, const int nr, const int near) {
-    const long ahead = tiles_ahead(a, nr) * nr, stride = nr * sizeof(V);
-    for (; n + nr <= end; n += nr)
-        step(a, m, n, 0, a->k, 1, nr, NULL, (const char *)(a->w + (n + ahead) * a->k), stride,
-             (int)(nr * sizeof(V) / LINE), NULL, near);
-    return n;
+/* Multiplies row m of x with W rows [n, end), except fewer than 2 * FAR at the end. Returns the first of these. The rows of
+ * a tile are a FAR-th of all apart, so W is read as FAR streams in memory order, which a core prefetches best. `far` and
+ * `near` are the bytes to prefetch ahead in each stream, into the second-level cache and the first. */
+INLINE long single(const linear_args *a, long m, long n, long end, const int far, const int near) {
+    const long row = a->k * (long)sizeof(elem), most = (end - n) / FAR;
+    const long count = most - (most > 1 && most * row % PAGE == 0), apart = count * row;
+    const flat_x *x = (const flat_x *)a->x + m * a->stride_x;
+    for (long r = n; r < n + count; r++) {
+        const char *w = (const char *)(a->w + r * a->k);
+        V acc[1][ACC];
+        float each[LANES];
+        long at = 0;
+#pragma GCC unroll 8
+        for (int j = 0; j < FAR; j++) acc[0][j] = v_set(0);
+        for (; at + FLAT_STEP <= a->k; at += FLAT_STEP, w += sizeof(V)) {
+#pragma GCC unroll 8
+            for (int j = 0; j < FAR; j++) {
+                fetch_far(w + j * apart + far);
+                if (near) fetch_near(w + j * apart + near);
+            }
+            add_step(acc, x + at, 0, w, apart, 1, FAR, 0);
+        }
+        if (at < a->k) add_rest(acc, x + at, 0, w, apart, a->k - at, 1, FAR);
+        v_store(each, sums_of(acc[0]));
+        for (int j = 0; j < FAR; j++) put(a, m, r + j * count, 1, v_set(each[j]));
+    }
+    return n + FAR * count;
 }
 
 /* Multiplies the last rows of W, fewer than a tile, in one pass. All rows of W, if there is one row of x. */
@@ -324,8 +297,10 @@ static void rest(const linear_args *a, long m, int mr, long n, long end) {
     const long k0 = 0, k1 = a->k, stride = 0;
     const char *next = NULL;
     V kept[MR * NR]; /* unused, because K is not divided */
-    const int close = a->k * (long)sizeof(elem) <= CLOSE_BYTES;
-    if (mr == 1) n = close ? single(a, m, n, end, CLOSE, 1) : single(a, m, n, end, SINGLE, 0);
+    if (mr == 1 && HALVES > 1 && a->k * sizeof(flat_x) > LONG_ROW)
+        n = single(a, m, n, end, 4096, 512);
+    else if (mr == 1)
+        n = single(a, m, n, end, 1024, LANES > 8 && HALVES == 1 ? 0 : 256);
     for (; n + 4 <= end; n += 4) BY_ROWS(4, 0);
     for (; n < end; n++) BY_ROWS(1, 0);
 }
@@ -355,7 +330,8 @@ INLINE void once_tile(const linear_args *a, long m, long n, const int mr, const 
             for (int j = 0; j < nr; j++) acc[i][j] = dot(acc[i][j], xv, wv[j]);
         }
     }
-    if (at < a->k) add_rest(acc, x + at, a->stride_x, w + at, a->k, a->k - at, mr, nr);
+    if (at < a->k)
+        add_rest(acc, x + at, a->stride_x, (const char *)(w + at), a->k * sizeof(elem), a->k - at, mr, nr);
 #pragma GCC unroll 8
     for (int i = 0; i < mr; i++) put_sums(a, m + i, n, nr, acc[i]);
 }

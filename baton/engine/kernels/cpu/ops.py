@@ -189,7 +189,7 @@ class CpuKernels:
         args.q_norm, args.k_norm, args.eps = None, None, 0.0
         if norms is not None:
             args.q_norm, args.k_norm, args.eps = norms.query.data_ptr(), norms.key.data_ptr(), norms.eps
-        args.rows, args.heads, args.kv_heads, args.dim = len(qkv), heads, keys.shape[2], qkv.shape[2]
+        args.rows, args.heads, args.kv_heads, args.dim = qkv.shape[0], heads, keys.shape[2], qkv.shape[2]
         args.block_size, args.k_block, args.k_token, args.k_head = keys.shape[1], *strides_of(keys)
         args.v_block, args.v_token, args.v_head = strides_of(values)
         args.levels = keys.dtype is torch.int8
@@ -199,12 +199,12 @@ class CpuKernels:
     def gate(self, gate_up: Tensor, activation: str, out: Tensor) -> Tensor:
         args = self._gate_args
         args.gate_up, args.out = gate_up.data_ptr(), out.data_ptr()
-        args.rows, args.width, args.activation = len(out), out.shape[1], GATES[activation]
+        args.rows, args.width, args.activation = *out.shape, GATES[activation]
         self._gate(ctypes.byref(args), torch.get_num_threads())
         return out
 
     def gated(self, gate_up: Linear, x: Tensor, activation: str, scratch: Tensor, out: Tensor) -> Tensor:
-        if isinstance(gate_up, CompiledLinear) and gate_up.is_tall(len(x)):
+        if isinstance(gate_up, CompiledLinear) and gate_up.is_tall(x.shape[0]):
             return gate_up.tall(x, out, GATES[activation])
         return self.gate(gate_up(x, scratch), activation, out)
 
@@ -270,7 +270,7 @@ class Products:
 
     def room(self, words: int) -> c_void_p:
         """Return the address of scratch of so many 32-bit words."""
-        if len(self.scratch) < words:
+        if self.scratch.numel() < words:
             self.scratch = torch.empty(words)
         return c_void_p(self.scratch.data_ptr())
 
@@ -282,19 +282,16 @@ class CompiledLinear:
         self.weight, self.bias, self.choice, self._steady = weight, bias, choice, _pinned(choice)
         self._products, self._torch = products, TorchLinear(weight, bias)
         self._args = LinearArgs(w=weight.data_ptr(), bias=None if bias is None else bias.data_ptr())
-        self._args.n, self._args.k = weight.shape
+        self._args.n, self._args.k = self.width, _ = weight.shape
         self._row_words = int(products.flat_scratch(c_long(weight.shape[1])))
 
-    @property
-    def width(self) -> int:
-        return len(self.weight)
-
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        if self.is_tall(len(x)):
+        rows = x.shape[0]
+        if self.is_tall(rows):
             return self.tall(x, out, NO_GATE)
-        if len(x) > self._chosen.flat_rows:
+        if rows > self._chosen.flat_rows:
             return self._torch(x, out)
-        room = self._products.room(len(x) * self._row_words) if self._row_words else None
+        room = self._products.room(rows * self._row_words) if self._row_words else None
         self._products.flat(self._filled(x, out), room, torch.get_num_threads())
         return out
 
@@ -314,6 +311,6 @@ class CompiledLinear:
 
     def _filled(self, x: Tensor, out: Tensor) -> ctypes._CArgObject:
         args = self._args
-        args.x, args.y, args.rows = x.data_ptr(), out.data_ptr(), len(x)
+        args.x, args.y, args.rows = x.data_ptr(), out.data_ptr(), x.shape[0]
         args.stride_x, args.stride_y, args.wide = x.stride(0), out.stride(0), out.dtype is not x.dtype
         return ctypes.byref(args)
