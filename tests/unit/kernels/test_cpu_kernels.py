@@ -52,7 +52,7 @@ CHOICES = pytest.mark.parametrize("choice", [FLAT, TALL], ids=["flat", "tall"])
 
 
 @pytest.mark.sample(4)
-@pytest.mark.parametrize("k", [1, 31, 32, 33, 100, 2049, 5632])
+@pytest.mark.parametrize("k", [1, 31, 32, 33, 100, 2048, 2049, 5632])
 @CHOICES
 def test_linear_equals_torch(dtype, normal, k: int, choice: Choice):
     kernels = CpuKernels(dtype, Profile(static=choice))
@@ -66,7 +66,7 @@ def test_linear_equals_torch(dtype, normal, k: int, choice: Choice):
         torch.testing.assert_close(wide.double(), exact, atol=1e-4 * k**0.5, rtol=1e-3)
 
 
-@pytest.mark.parametrize("k", [700, 4500])
+@pytest.mark.parametrize("k", [700, 2048, 4500])
 @CHOICES
 def test_rows_of_a_linear_layer_do_not_depend_on_their_company(dtype, normal, k: int, choice: Choice):
     layer = CpuKernels(dtype, Profile(static=choice)).linear(normal(77, k))
@@ -79,11 +79,12 @@ def test_rows_of_a_linear_layer_do_not_depend_on_their_company(dtype, normal, k:
 
 @CHOICES
 def test_linear_leaves_what_lies_around_its_output_alone(dtype, choice: Choice):
-    around = torch.full((9, 40), 7.0, dtype=dtype)
-    weight, x = torch.ones(13, 20, dtype=dtype), torch.ones(5, 20, dtype=dtype)
-    CpuKernels(dtype, Profile(static=choice)).linear(weight)(x, around[2:7, 10:23])
-    assert (around[2:7, 10:23] == 20).all()
-    assert int((around == 7).sum()) == 9 * 40 - 5 * 13
+    layer = CpuKernels(dtype, Profile(static=choice)).linear(torch.ones(13, 20, dtype=dtype))
+    for rows in (1, 2, 5):
+        around = torch.full((9, 40), 7.0, dtype=dtype)
+        layer(torch.ones(rows, 20, dtype=dtype), around[2 : 2 + rows, 10:23])
+        assert (around[2 : 2 + rows, 10:23] == 20).all()
+        assert int((around == 7).sum()) == 9 * 40 - rows * 13
 
 
 @pytest.mark.parametrize("width", [1, 15, 16, 17, 48, 64, 1000])

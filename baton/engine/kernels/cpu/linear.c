@@ -1,7 +1,7 @@
 /* y = x W^T + b for few rows of x. W [N, K] is read once, in memory order.
  *
- * One row of x, or several with AT_ONCE, are multiplied with each word of W when it is loaded. Otherwise, a tile is NR
- * rows of W times up to MR rows of x, over at most `kb` elements of K. Its part of W stays in the first-level cache
+ * One or two rows of x, or several with AT_ONCE, are multiplied with each word of W when it is loaded. Otherwise, a tile is
+ * NR rows of W times up to MR rows of x, over at most `kb` elements of K. Its part of W stays in the first-level cache
  * while rows of x come from the second. Each output is one chain of dots over K, then one fixed tree over the lanes,
  * so its bits depend neither on its tile nor on other rows.
  *
@@ -27,7 +27,8 @@
 #define NR 3
 #endif
 #endif
-#define FAR ACC                   /* streams of W for one row of x */
+#define FAR ACC                   /* streams of W for one or two rows of x */
+#define L1_BYTES (32 << 10)       /* of the first-level cache of common processors */
 #define LONG_ROW (8 << 10)        /* bytes of a widened row of x that leaves little of the first-level cache to W */
 #define PAGE 4096                 /* bytes: lines a multiple of it apart replace each other in the first-level cache */
 #define LINE 64
@@ -263,48 +264,60 @@ static void pick(const linear_args *a, long m, int mr, long n, long k0, long k1,
 #undef WIDE_TILE
 
 #define WIDE_TILE NULL
-/* Multiplies row m of x with W rows [n, end), except fewer than 2 * FAR at the end. Returns the first of these. The rows of
- * a tile are a FAR-th of all apart, so W is read as FAR streams in memory order, which a core prefetches best. `far` and
- * `near` are the bytes to prefetch ahead in each stream, into the second-level cache and the first. */
-INLINE long single(const linear_args *a, long m, long n, long end, const int far, const int near) {
+/* Multiplies the last rows of W, fewer than a tile, in one pass. */
+static void rest(const linear_args *a, long m, int mr, long n, long end) {
+    const long k0 = 0, k1 = a->k, stride = 0;
+    const char *next = NULL;
+    V kept[MR * NR]; /* unused, because K is not divided */
+    for (; n + NR <= end; n += NR) BY_ROWS(NR, 0);
+    for (; n < end; n++) BY_ROWS(1, 0);
+}
+#undef WIDE_TILE
+
+/* Multiplies rows [m, m + mr) of x with W rows [n, end), except fewer than 2 * FAR at the end. Returns the first of these.
+ * The rows of a tile are a FAR-th of all apart, so W is read as FAR streams in memory order, which a core prefetches best.
+ * `far` and `near` are the bytes to prefetch ahead in each stream, into the second-level cache and the first. */
+INLINE long streams(const linear_args *a, long m, long n, long end, const int mr, const int far, const int near) {
     const long row = a->k * (long)sizeof(elem), most = (end - n) / FAR;
     const long count = most - (most > 1 && most * row % PAGE == 0), apart = count * row;
     const flat_x *x = (const flat_x *)a->x + m * a->stride_x;
     for (long r = n; r < n + count; r++) {
         const char *w = (const char *)(a->w + r * a->k);
-        V acc[1][ACC];
+        V acc[2][ACC];
         float each[LANES];
         long at = 0;
 #pragma GCC unroll 8
-        for (int j = 0; j < FAR; j++) acc[0][j] = v_set(0);
+        for (int i = 0; i < mr; i++)
+#pragma GCC unroll 8
+            for (int j = 0; j < FAR; j++) acc[i][j] = v_set(0);
         for (; at + FLAT_STEP <= a->k; at += FLAT_STEP, w += sizeof(V)) {
 #pragma GCC unroll 8
             for (int j = 0; j < FAR; j++) {
                 fetch_far(w + j * apart + far);
                 if (near) fetch_near(w + j * apart + near);
             }
-            add_step(acc, x + at, 0, w, apart, 1, FAR, 0);
+            add_step(acc, x + at, a->stride_x, w, apart, mr, FAR, 0);
         }
-        if (at < a->k) add_rest(acc, x + at, 0, w, apart, a->k - at, 1, FAR);
-        v_store(each, sums_of(acc[0]));
-        for (int j = 0; j < FAR; j++) put(a, m, r + j * count, 1, v_set(each[j]));
+        if (at < a->k) add_rest(acc, x + at, a->stride_x, w, apart, a->k - at, mr, FAR);
+#pragma GCC unroll 8
+        for (int i = 0; i < mr; i++) {
+            v_store(each, sums_of(acc[i]));
+            for (int j = 0; j < FAR; j++) put(a, m + i, r + j * count, 1, v_set(each[j]));
+        }
     }
     return n + FAR * count;
 }
 
-/* Multiplies the last rows of W, fewer than a tile, in one pass. All rows of W, if there is one row of x. */
-static void rest(const linear_args *a, long m, int mr, long n, long end) {
-    const long k0 = 0, k1 = a->k, stride = 0;
-    const char *next = NULL;
-    V kept[MR * NR]; /* unused, because K is not divided */
-    if (mr == 1 && HALVES > 1 && a->k * sizeof(flat_x) > LONG_ROW)
-        n = single(a, m, n, end, 4096, 512);
-    else if (mr == 1)
-        n = single(a, m, n, end, 1024, LANES > 8 && HALVES == 1 ? 0 : 256);
-    for (; n + 4 <= end; n += 4) BY_ROWS(4, 0);
-    for (; n < end; n++) BY_ROWS(1, 0);
+#define STREAMS(MR_)                                                                                                   \
+    (HALVES > 1 && a->k * sizeof(flat_x) > LONG_ROW ? streams(a, m, n, end, MR_, 4096, 512)                            \
+     : LANES > 8 && HALVES == 1                     ? streams(a, m, n, end, MR_, 1024, 0)                              \
+                                                    : streams(a, m, n, end, MR_, 1024, 256))
+
+/* Multiplies one or two rows of x with W rows [n, end). */
+static void one_or_two(const linear_args *a, long m, long rows, long n, long end) {
+    n = rows == 1 ? STREAMS(1) : STREAMS(2);
+    rest(a, m, (int)rows, n, end);
 }
-#undef WIDE_TILE
 
 #ifdef AT_ONCE
 /* Multiplies `mr` rows of x with W rows [n, n + nr), and prefetches the tile that is `ahead` rows later. */
@@ -364,8 +377,13 @@ static void once(const linear_args *a, long m, long rows, long n, long end) {
 /* Multiplies all rows of a panel of x with W rows [begin, end). */
 static void panel(const linear_args *a, long first, long rows, long begin, long end) {
     static __thread V kept[(MAX_PANEL + MR) * NR];
+    /* With AVX-512, tiles are faster than streams if x does not stay in the first-level cache. */
+    if (rows == 1 || (rows == 2 && (LANES <= 8 || 2 * a->k * sizeof(flat_x) <= L1_BYTES))) {
+        one_or_two(a, first, rows, begin, end);
+        return;
+    }
 #ifdef AT_ONCE
-    if (1 < rows && rows <= ONCE) {
+    if (rows <= ONCE) {
         once(a, first, rows, begin, end);
         return;
     }
@@ -377,7 +395,7 @@ static void panel(const linear_args *a, long first, long rows, long begin, long 
     const long lines = (NR * step * (long)sizeof(elem) + passes - 1) / passes;
     const long ahead = tiles_ahead(a, NR) * NR;
     long n = begin;
-    for (; n + NR <= end && rows > 1; n += NR) {
+    for (; n + NR <= end; n += NR) {
         /* All steps prefetch equally much of a later tile, in memory order, so that memory never waits. */
         const char *next = (const char *)(a->w + (n + ahead) * a->k);
         const long stride = n + ahead + NR <= end ? lines : 0;
