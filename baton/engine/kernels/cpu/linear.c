@@ -377,7 +377,7 @@ static void once(const linear_args *a, long m, long rows, long n, long end) {
 /* Multiplies all rows of a panel of x with W rows [begin, end). */
 static void panel(const linear_args *a, long first, long rows, long begin, long end) {
     static __thread V kept[(MAX_PANEL + MR) * NR];
-    /* With AVX-512, tiles are faster than streams if x does not stay in the first-level cache. */
+    /* At AVX-512, tiles are faster than streams if x does not stay in the first-level cache. */
     if (rows == 1 || (rows == 2 && (LANES <= 8 || 2 * a->k * sizeof(flat_x) <= L1_BYTES))) {
         one_or_two(a, first, rows, begin, end);
         return;
