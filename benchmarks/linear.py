@@ -1,12 +1,13 @@
-"""Fastest way to multiply few rows with a bfloat16 weight on this CPU, which decides decode speed.
+"""Fastest way to multiply few rows with a weight on this CPU, which decides decode speed.
 
     python benchmarks/linear.py --quick       one shape, in about a minute
     python benchmarks/linear.py               the shapes of the 1.1 B model, and Inductor's templates (minutes)
     python benchmarks/linear.py --level avx2,avx512   the compiled kernels at these levels of instructions
+    python benchmarks/linear.py --quick --dtype fp32 --shapes 768x2048,4096x768 --rows 1,2   other weights and rows
 
 Each candidate reads uncached weights, because copies of one weight take turns. Candidates alternate, and medians count.
 The last line of stdout is one JSON object: bytes per second at one row as shares of the memory's limit, and the speed
-of the compiled kernel relative to F.linear at 1, 4, 8, 16 and 32 rows.
+of the compiled kernel relative to F.linear, the least of all rows and shapes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import statistics
 import sys
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,25 +46,39 @@ if TYPE_CHECKING:
 SHAPES = ((11264, 2048), (2048, 5632), (2560, 2048), (2048, 2048))  # [width, K]: gate and up, down, qkv, o
 ROWS = (1, 4, 8, 16, 32)
 COLD_BYTES = 400 << 20
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 COMPILED, PLAIN = "compiled kernel, huge pages", "F.linear"
 
 
-def candidates(width: int, k: int, levels: Sequence[str], *, templates: bool) -> dict[str, list[Product]]:
+@dataclass(frozen=True)
+class Products:
+    """The products to measure: weights [width, K] of one dtype, numbers of rows, and levels of instructions."""
+
+    shapes: Sequence[tuple[int, int]]
+    rows: Sequence[int]
+    dtype: torch.dtype
+    levels: Sequence[str]
+    templates: bool
+    rounds: int
+
+
+def candidates(width: int, k: int, of: Products) -> dict[str, list[Product]]:
     """Return for each way one product per copy of a weight [width, K]."""
-    count = max(2, COLD_BYTES // (2 * width * k))
-    weights = torch.randn(width, k).to(torch.bfloat16).repeat(count, 1, 1)
-    huge = Arena().empty((count, width, k), torch.bfloat16).copy_(weights)
+    dtype, levels = of.dtype, of.levels
+    count = max(2, COLD_BYTES // (dtype.itemsize * width * k))
+    weights = torch.randn(width, k).to(dtype).repeat(count, 1, 1)
+    huge = Arena().empty((count, width, k), dtype).copy_(weights)
     found: dict[str, list[Product]] = {
         PLAIN: [partial(_plain, weight) for weight in weights],
         "F.linear, huge pages": [partial(_plain, weight) for weight in huge],
         "packed oneDNN": [partial(_packed, torch.ops.mkldnn._reorder_linear_weight(weight, 1)) for weight in weights],
     }
-    if templates:
+    if of.templates:
         found["Inductor, max-autotune"] = _inductor(weights)
     for level in levels:
         os.environ[LEVEL_VARIABLE] = level
         try:
-            kernels = CpuKernels(torch.bfloat16, Profile(static=Choice(1 << 30, tall=True)))
+            kernels = CpuKernels(dtype, Profile(static=Choice(1 << 30, tall=True)))
         except Unavailable as why:
             print(f"no compiled kernel here: {why}")
             continue
@@ -102,10 +118,9 @@ def _into(layer: Callable[[torch.Tensor, torch.Tensor], object], width: int, x: 
 
 
 def measure(
-    ways: dict[str, list[Product]], reader: Reader, rows: int, k: int, rounds: int
+    ways: dict[str, list[Product]], reader: Reader, x: torch.Tensor, rounds: int
 ) -> tuple[dict[str, float], float]:
     """Return median seconds of one product of each way, and median bytes per second of memory in the same rounds."""
-    x = torch.randn(rows, k).to(torch.bfloat16)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     limits = list[float]()
     for turn in range(rounds + 1):
@@ -119,29 +134,27 @@ def measure(
     return {name: statistics.median(taken) for name, taken in seconds.items()}, statistics.median(limits)
 
 
-def run(
-    shapes: Sequence[tuple[int, int]], threads: int, levels: Sequence[str], *, templates: bool, rounds: int
-) -> dict[str, float | None]:
+def run(of: Products, threads: int) -> dict[str, float | None]:
     """Print one table and return the ratios."""
     torch.set_num_threads(threads)
     home = Path(os.environ.get("BATON_HOME") or Path.home() / ".baton").expanduser()
     reader = Reader(COLD_BYTES, threads, home / "bench")
     rows, shares, gains = list[list[str]](), list[dict[str, float]](), list[float]()
-    for width, k in shapes:
-        ways = candidates(width, k, levels, templates=templates)
-        for n in ROWS:
-            (seconds, limit), size = measure(ways, reader, n, k, rounds), 2 * width * k
+    for width, k in of.shapes:
+        ways, size = candidates(width, k, of), of.dtype.itemsize * width * k
+        for n in of.rows:
+            seconds, limit = measure(ways, reader, torch.randn(n, k).to(of.dtype), of.rounds)
             for name, s in seconds.items():
-                speed = (f"{size / s / 1e9:.1f}", f"{n * size / s / 1e9:.0f}")
+                speed = (f"{size / s / 1e9:.1f}", f"{2 * n * width * k / s / 1e9:.0f}")
                 rows.append(
                     [f"{width} x {k}", str(n), name, *speed, f"{size / s / limit:.2f}", f"{seconds[PLAIN] / s:.2f}"]
                 )
             gains += [seconds[PLAIN] / seconds[COMPILED]] if COMPILED in seconds else []
-            shares += [{name: size / s / limit for name, s in seconds.items()}] if n == 1 else []
+            shares += [{name: size / s / limit for name, s in seconds.items()}] if n == of.rows[0] else []
     print(f"\n### {threads} threads\n")
     print(markdown(["weight", "rows", "way", "GB/s", "GFLOP/s", "share of limit", "times F.linear"], rows))
     median = {name: statistics.median(share[name] for share in shares) for name in shares[0]}
-    return {f"{name}, 1 row, share of limit": round(value, 3) for name, value in median.items()} | {
+    return {f"{name}, {of.rows[0]} row, share of limit": round(value, 3) for name, value in median.items()} | {
         "compiled_vs_linear_min": round(min(gains), 3) if gains else None
     }
 
@@ -152,16 +165,18 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one shape, without Inductor")
     parser.add_argument("--threads", default="1,2", help="numbers of threads, such as 1,2")
     parser.add_argument("--level", default="native", help="levels of the compiled kernels, such as avx512-bf16,avx2")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--shapes", help="other weights, such as 768x2048,4096x768 (width x K)")
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="of x")
     args = parser.parse_args()
     print(*(f"{name}: {value}" for name, value in machine().items()), sep="\n")
-    shapes, rounds = (SHAPES[:1], 5) if args.quick else (SHAPES, 9)
+    shapes: tuple[tuple[int, int], ...] = SHAPES[:1] if args.quick else SHAPES
+    if args.shapes:
+        shapes = tuple((int(width), int(k)) for width, _, k in (each.partition("x") for each in args.shapes.split(",")))
+    rows, levels = tuple(map(int, args.rows.split(","))), args.level.split(",")
+    of = Products(shapes, rows, DTYPES[args.dtype], levels, templates=not args.quick, rounds=5 if args.quick else 9)
     with torch.inference_mode():
-        ratios = {
-            f"{threads} threads": run(
-                shapes, int(threads), args.level.split(","), templates=not args.quick, rounds=rounds
-            )
-            for threads in args.threads.split(",")
-        }
+        ratios = {f"{threads} threads": run(of, int(threads)) for threads in args.threads.split(",")}
     print(json.dumps({"benchmark": "linear", "ratios": ratios}))
 
 
