@@ -159,6 +159,15 @@ def run(of: Products, threads: int) -> dict[str, float | None]:
     }
 
 
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
+def _shapes(text: str) -> tuple[tuple[int, int], ...]:
+    pairs = (each.partition("x") for each in text.split(","))
+    return tuple((int(width), int(k)) for width, _, k in pairs)
+
+
 def main() -> None:
     """Measure with the requested numbers of threads."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -166,15 +175,13 @@ def main() -> None:
     parser.add_argument("--threads", default="1,2", help="numbers of threads, such as 1,2")
     parser.add_argument("--level", default="native", help="levels of the compiled kernels, such as avx512-bf16,avx2")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--shapes", help="other weights, such as 768x2048,4096x768 (width x K)")
-    parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="of x")
+    parser.add_argument("--shapes", type=_shapes, help="other weights, such as 768x2048,4096x768 (width x K)")
+    parser.add_argument("--rows", type=_numbers, default=ROWS, help="of x, such as 1,2")
     args = parser.parse_args()
     print(*(f"{name}: {value}" for name, value in machine().items()), sep="\n")
-    shapes: tuple[tuple[int, int], ...] = SHAPES[:1] if args.quick else SHAPES
-    if args.shapes:
-        shapes = tuple((int(width), int(k)) for width, _, k in (each.partition("x") for each in args.shapes.split(",")))
-    rows, levels = tuple(map(int, args.rows.split(","))), args.level.split(",")
-    of = Products(shapes, rows, DTYPES[args.dtype], levels, templates=not args.quick, rounds=5 if args.quick else 9)
+    shapes = args.shapes or (SHAPES[:1] if args.quick else SHAPES)
+    rounds, levels = 5 if args.quick else 9, args.level.split(",")
+    of = Products(shapes, args.rows, DTYPES[args.dtype], levels, templates=not args.quick, rounds=rounds)
     with torch.inference_mode():
         ratios = {f"{threads} threads": run(of, int(threads)) for threads in args.threads.split(",")}
     print(json.dumps({"benchmark": "linear", "ratios": ratios}))
