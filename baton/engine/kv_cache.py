@@ -84,7 +84,7 @@ class KVCache:
         self.tensors = storage or [_zeros(shape, DTYPES[layout.dtype], self.device) for _ in layout.tensors]
         self.k = self.tensors[0]
         self.v = self.tensors[1] if len(self.tensors) > 1 else self.k[:, :0]
-        self.of_layers = tuple(zip(self.k.unbind(), self.v.unbind(), strict=True))
+        self.of_layers = tuple(zip(self.k.unbind(), self.v.unbind(), strict=True))  # K and V of each layer
         self._copy = copy if all(t.is_contiguous() and t.device.type == "cpu" for t in self.tensors) else None
         self.state_maker: Callable[[int], StateMemory] | None = None  # of ranks, which share the memory
 
