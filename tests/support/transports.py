@@ -199,6 +199,13 @@ class MemoryTransport:
         self.reach = secrets.token_hex(8)
         self._changed = threading.Condition()
         self._waiting: dict[tuple[ChannelName, Side], Meeting] = {}
+        self._ended = False
+
+    def end(self) -> None:
+        """End the waits for a peer. At the end of a test, no peer arrives."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
 
     def open(self, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float) -> MemoryEnd:
         """See `Transport`. The first end makes the ring, the second one finds it."""
@@ -214,7 +221,12 @@ class MemoryTransport:
 
     def _wait(self, key: tuple[ChannelName, Side], ring: Ring, deadline_s: float) -> Meeting | None:
         made = self._waiting[key] = Meeting(local_ring(ring, self.device))
-        if self._changed.wait_for(lambda: self._waiting.get(key) is not made, deadline_s):
+
+        def met() -> bool:
+            return self._waiting.get(key) is not made
+
+        self._changed.wait_for(lambda: self._ended or met(), deadline_s)
+        if met():
             return made
         del self._waiting[key]
         return None

@@ -350,6 +350,7 @@ class Pairs:
 
     def __init__(self) -> None:
         self.made: list[Pair] = []
+        self._memories: list[MemoryTransport] = []
 
     def __call__(
         self,
@@ -377,6 +378,7 @@ class Pairs:
         unfetched: queue.Queue[HandoffId] = queue.Queue()
         told: dict[str, Any] = {"on_unfetched": unfetched.put, "connect": connect or filtered}
         sender = Sender(source, me, fingerprint, settings, as_choice(send(memory)), reports, **told)
+        self._memories.append(memory)
         self.made.append(Pair(table, source, target, reports, peer, sender, unfetched))
         return self.made[-1]
 
@@ -386,6 +388,8 @@ class Pairs:
         return self(settings, send=wrapped(gate), **change), gate
 
     def close(self) -> None:
+        for memory in self._memories:
+            memory.end()
         for pair in self.made:
             pair.sender.close()
             pair.peer.close()
