@@ -14,7 +14,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
 
 from baton.engine.block_pool import BlockPool, BlockState
-from baton.engine.determinism.planner import WindowPlanner, begin
+from baton.engine.determinism.planner import GRID_TOKENS, WindowPlanner, begin
 from baton.engine.sequence import UNLIMITED, ScheduledSequence, SchedulerOutput, Sequence
 
 PATIENCE = 256  # steps of aging per priority level; some seconds of decoding
@@ -87,20 +87,23 @@ class Scheduler:
         plan = SchedulerOutput()
         self._steps += 1
         self._admit_higher_ranked(plan)
-        plan.windows = self._windows.next(self.running, self._has_blocks)
+        plan.windows = self._windows.next(self.running, self._has_blocks, self._grid_tokens())
         left = self.max_batched_tokens - sum(window.size for window in plan.windows)
         budget = self._continue_running(plan, min(max(left, len(self.running)), self.max_batched_tokens))
+        started = list[Sequence]()
         # Admit none in a step that preempted, because it could be the sequence just preempted.
         while budget > 0 and len(plan.work) < self.max_running and not plan.preempted:
             sequence = self._admit(plan)
             if sequence is None:
                 break
-            if not sequence.own_forwards:
+            if sequence.own_forwards:
+                started.append(sequence)
+            else:
                 budget -= self._schedule(plan, sequence, min(sequence.most, budget))
-            elif not plan.windows:
-                plan.windows = begin([sequence])
+        if started and not plan.windows:
+            plan.windows = begin(started, min(budget, self._grid_tokens()))
         if not (plan.work or plan.windows):  # a due sequence may have got its missing block just now
-            plan.windows = self._windows.next(self.running, self._has_blocks)
+            plan.windows = self._windows.next(self.running, self._has_blocks, self._grid_tokens())
         return plan
 
     def commit_step(self, work: list[ScheduledSequence]) -> None:
@@ -140,17 +143,19 @@ class Scheduler:
     def _continue_running(self, plan: SchedulerOutput, budget: int) -> int:
         """Give each running sequence its share, in order of rank. Return the budget that is left."""
         decodes = sum(sequence.known - sequence.computed == 1 for sequence in self.running)
-        index = 0
+        index, in_pass = 0, {id(window.sequence) for window in plan.windows}
         while index < len(self.running) and budget > 0 and len(plan.work) < self.max_running:
             sequence = self.running[index]
             pending = sequence.known - sequence.computed
             decodes -= pending == 1
-            share = min(sequence.most, max(budget - decodes, index == 0))
+            share, own = min(sequence.most, max(budget - decodes, index == 0)), sequence.own_forwards
             index += 1
-            if sequence.own_forwards and (not sequence.ordinary or any(w.sequence is sequence for w in plan.windows)):
+            if own and (id(sequence) in in_pass or not sequence.ordinary):
                 self._grow(plan, sequence, pending, index)  # the next verify pass writes up to there
             elif share > 0 and self._grow(plan, sequence, share, index):
                 budget -= self._schedule(plan, sequence, share)
+                if own and self.pool.available > len(self.running):
+                    self._grow(plan, sequence, share + 1, index)  # for a verify pass in the next step
         return budget
 
     def _schedule(self, plan: SchedulerOutput, sequence: Sequence, count: int) -> int:
@@ -221,6 +226,11 @@ class Scheduler:
             for policy in sequence.policies:
                 cached = policy.aligned(cached, self.block_size)
         return found[: cached // self.block_size]
+
+    def _grid_tokens(self) -> int:
+        """Return how many tokens of prompts on the grid a step may have. Other prompts may wait for admission."""
+        waits = bool(self.waiting) and len(self.running) < self.max_running
+        return GRID_TOKENS if waits else self.max_batched_tokens
 
     def _has_blocks(self, sequence: Sequence) -> bool:
         return sequence.allocation is not None and len(sequence.allocation) >= self._blocks(sequence.known)

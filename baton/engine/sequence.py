@@ -102,21 +102,24 @@ class Sequence:
 
     @property
     def most(self) -> int:
-        pending = self.known - self.computed
-        if not self.policies:
-            return pending
-        return min(pending, *(policy.most(self.computed) for policy in self.policies))
+        most = self.known - self.computed
+        for policy in self.policies:  # loops, because these properties are read for each sequence in each step
+            most = min(most, policy.most(self.computed))
+        return most
 
     @property
     def ordinary(self) -> int:
-        pending = self.known - self.computed
-        if not self.policies:
-            return pending
-        return min(pending, *(policy.ordinary(self.known) for policy in self.policies))
+        tokens = self.known - self.computed
+        for policy in self.policies:
+            tokens = min(tokens, policy.ordinary(self.known))
+        return tokens
 
     @property
     def own_forwards(self) -> bool:
-        return bool(self.policies) and any(policy.own_forwards for policy in self.policies)
+        own = False
+        for policy in self.policies:
+            own = own or policy.own_forwards
+        return own
 
     @property
     def settled(self) -> bool:
@@ -125,9 +128,10 @@ class Sequence:
 
     @property
     def shareable(self) -> int:
-        if not self.policies:
-            return self.computed
-        return min(self.computed, *(policy.shareable for policy in self.policies))
+        shareable = self.computed
+        for policy in self.policies:
+            shareable = min(shareable, policy.shareable)
+        return shareable
 
     @property
     def cacheable(self) -> int:
@@ -135,7 +139,10 @@ class Sequence:
         return min((self.known - 1, *(policy.cacheable for policy in self.policies)))
 
     def policy(self, kind: type[Policy]) -> Policy | None:
-        return next((policy for policy in self.policies if isinstance(policy, kind)), None)
+        for policy in self.policies:
+            if isinstance(policy, kind):
+                return policy
+        return None
 
 
 @dataclass(slots=True)  # not frozen, because that would double the cost of a step

@@ -19,7 +19,7 @@ from baton.engine.sampling.prompt_logprobs import PromptScores, scores_of
 from baton.engine.sequence import UNLIMITED, ScheduledSequence, Sequence, SequencePolicy, VerifyWork
 
 PATIENCE = 4  # steps that a due sequence waits for others to join
-GRID_TOKENS = 512  # of prompts in one step, so that others wait for no more
+GRID_TOKENS = 512  # of prompts on the grid in one step, if other prompts wait for it
 
 
 @dataclass(slots=True)
@@ -106,14 +106,19 @@ class WindowPlanner:
     def __init__(self) -> None:
         self._grid_was_last = False
 
-    def next(self, running: Iterable[Sequence], ready: Callable[[Sequence], bool]) -> list[VerifyWork]:
-        """Return the windows of one forward, or none. `ready` tests whether a sequence has blocks for all tokens."""
+    def next(
+        self, running: Iterable[Sequence], ready: Callable[[Sequence], bool], grid_tokens: int = GRID_TOKENS
+    ) -> list[VerifyWork]:
+        """Return the windows of one forward, or none. `ready` tests whether a sequence has blocks for all tokens. A
+        step has up to `grid_tokens` of prompts on the grid, but up to GRID_TOKENS if it has other prompts.
+        """
         fixed = [sequence for sequence in running if sequence.own_forwards and ready(sequence)]
         if not fixed:
             return []
         started = [s for s in map(_Started.of, fixed) if not s.progress.on_grid and (s.inputs > 1 or s.due)]
         verify = _verify(started, idle=not any(sequence.ordinary for sequence in running)) if started else []
-        grid = begin(fixed)
+        prompts = any(sequence.pending > 1 and not sequence.own_forwards for sequence in running)
+        grid = begin(fixed, min(grid_tokens, GRID_TOKENS) if prompts else grid_tokens)
         self._grid_was_last = bool(grid) and not (verify and self._grid_was_last)
         return grid if self._grid_was_last else verify
 
@@ -156,7 +161,8 @@ def _is_full(due: list[_Started], started: list[_Started], shapes: FixedShapes) 
     """Return whether a pass is worth its cost now: with windows of one length, only due sequences fill it."""
     if not shapes.ragged:
         return len(due) >= shapes.rows
-    return len(started) > shapes.most or sum(each.inputs for each in started) >= shapes.total
+    more = sum(not each.due for each in started)  # candidates of the next step
+    return len(started) > shapes.most or sum(each.inputs for each in started) + more > shapes.total
 
 
 def _joined(due: list[_Started], others: list[_Started], shapes: FixedShapes) -> list[VerifyWork]:
@@ -173,9 +179,9 @@ def _joined(due: list[_Started], others: list[_Started], shapes: FixedShapes) ->
     return found
 
 
-def begin(sequences: list[Sequence]) -> list[VerifyWork]:
-    """Return the next grid chunks of one step: one for each sequence that has any left, up to GRID_TOKENS in total."""
-    found, left = list[VerifyWork](), GRID_TOKENS
+def begin(sequences: list[Sequence], tokens: int) -> list[VerifyWork]:
+    """Return the next grid chunks of one step: one for each sequence that has any left, up to `tokens` in total."""
+    found, left = list[VerifyWork](), tokens
     for sequence in sequences:
         fixed = progress_of(sequence)
         if left > 0 and fixed.on_grid:

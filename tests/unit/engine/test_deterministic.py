@@ -39,12 +39,14 @@ class Tampered(OracleBackend):
         self.wrong = set(wrong)
         self.shapes = []
         self.struck: Counter[int] = Counter()
+        self.decoded: Counter[int] = Counter()  # ordinary forwards by their rows
 
     def forward(self, batch, kv):
         logits = super().forward(batch, kv)
         if batch.fixed:
             self.shapes.append((tuple(batch.query_lens), len(batch.logit_rows)))
             return logits
+        self.decoded[len(batch.query_lens)] += 1
         for row, position in enumerate(batch.positions[batch.logit_rows].tolist()):
             if position + 1 in self.wrong:
                 self.struck[position + 1] += 1
@@ -150,6 +152,40 @@ def test_windows_of_any_lengths_fill_passes_of_one_total_before_any_is_due():
     assert all(sum(lengths) == 32 for lengths, _ in passes)
     assert ((4,) * 8, 32) in passes
     assert engine.counters.decode_tokens <= 8 * 40 * 4 // 5  # each window yields a token that no decode step drew
+
+
+def test_a_pass_runs_before_the_next_candidates_exceed_it():
+    """Else a sequence waits for the next pass, and its next decode step has few others."""
+    planner = WindowPlanner()
+    assert planner.next([waiting(15) for _ in range(4)], lambda _: True) == []  # 28 of 32 tokens, and four more
+    assert len(planner.next([waiting(known) for known in (16, 15, 15, 15)], lambda _: True)) == 4
+
+
+@pytest.mark.parametrize("prompt", ["a", "ab", "abc", "abcd"])
+def test_all_join_each_pass_at_the_ends_of_blocks_too(prompt: str):
+    """A pass writes the last token's position, which may be the first one of a block."""
+    backend, specs = Tampered(), [spec_of(prompt, max_tokens=1 + 40) for _ in range(8)]
+    answers(engine_of(backend, shapes=RAGGED, max_batched_tokens=1024), specs)
+    assert backend.decoded == {8: 30}  # a pass yields a fourth token, which no decode step draws
+
+
+@pytest.mark.parametrize(("ordinary", "chunks"), [(0, 8), (1, 4)])
+def test_chunks_of_the_grid_fill_a_step_unless_other_prompts_need_it(ordinary: int, chunks: int):
+    prompts = [
+        Sequence(key_of(number), 0, 128, 128, policies=(VerifiedProgress(RAGGED, 128, 128),)) for number in range(9)
+    ]
+    others = [Sequence(key_of("other"), 0, 100, 100)] * ordinary
+    assert len(WindowPlanner().next([*prompts, *others], lambda _: True, 1024)) == chunks
+
+
+def test_a_new_prompt_is_admitted_next_to_chunks_of_the_grid():
+    engine = engine_of(Tampered(), total_blocks=1024, max_batched_tokens=1024)
+    for number in range(4):
+        engine.submit(key_of(number), spec_of("x" * 1500))
+    for _ in range(2):  # the next chunks have 1,024 tokens in total
+        engine.step()
+    engine.submit(key_of("new"), spec_of("y" * 500, deterministic=False))
+    assert key_of("new") in {output.key for output in engine.step().outputs}
 
 
 def test_proposals_fill_passes_and_replace_decode_steps_but_change_no_token():
