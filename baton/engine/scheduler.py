@@ -154,8 +154,8 @@ class Scheduler:
                 self._grow(plan, sequence, pending, index)  # the next verify pass writes up to there
             elif share > 0 and self._grow(plan, sequence, share, index):
                 budget -= self._schedule(plan, sequence, share)
-                if own and self.pool.available > len(self.running):
-                    self._grow(plan, sequence, share + 1, index)  # for a verify pass in the next step
+                if own and sequence.known % self.block_size == 0 and self.pool.available > len(self.running):
+                    self._grow(plan, sequence, share + 1, index)  # the next token begins a block; a pass may write it
         return budget
 
     def _schedule(self, plan: SchedulerOutput, sequence: Sequence, count: int) -> int:
