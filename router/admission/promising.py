@@ -140,7 +140,7 @@ class Promises:
         if first == math.inf:
             return self._offer_gap(decodes, last, now)
         ttft_s = now - flight.arrived + self.margins.ttft_s(first - now)
-        text = f"a TTFT of {asked.ttft_s * 1e3:.4g} ms cannot be promised now, {ttft_s * 1e3:.4g} ms can"
+        text = f"a TTFT of {_ms(asked.ttft_s)} cannot be promised now, {_ms(ttft_s)} can"
         idle_s = min(PrefillQueue(self._chunk).idle_s(seat.facts, work_of(last, seat.cached)) for seat in prefills)
         if self.margins.ttft_s(idle_s) > asked.ttft_s:
             return PromiseRefused(f"{text}; idle workers do not reach it either", _NEVER_S, ttft_ms=ttft_s * 1e3)
@@ -155,9 +155,8 @@ class Promises:
             return PromiseRefused("requests of other routers take all max_running places of the decode workers", 1.0)
         factor = self.margins.itl.factor(flight.gaps_key)
         itl_s = flight.mean_gap_s(min(batch.step_s(flight) for batch in batches) * factor, now)
-        asked_ms, least_ms = flight.promise.itl_s * 1e3, itl_s * 1e3
-        text = f"a mean time of {asked_ms:.4g} ms between tokens cannot be promised now, {least_ms:.4g} ms can"
-        return PromiseRefused(text, _NEVER_S, itl_ms=least_ms)
+        text = f"a mean time of {_ms(flight.promise.itl_s)} between tokens cannot be promised now, {_ms(itl_s)} can"
+        return PromiseRefused(text, _NEVER_S, itl_ms=itl_s * 1e3)
 
     def place(self, tokens: int, requirements: Any) -> Placement | None:
         """Return a placement that keeps all promises in force, or None if there is none now."""
@@ -321,6 +320,10 @@ class Promises:
 
     def _on(self, ref: WorkerRef) -> Iterable[Flight]:
         return self._placed.get(ref, ())
+
+
+def _ms(seconds: float) -> str:
+    return f"{round(seconds * 1e3, 2):.9g} ms"
 
 
 def _note_cached(flight: Flight, prefills: Sequence[Seat]) -> None:

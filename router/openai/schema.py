@@ -323,11 +323,15 @@ class CompletionBody(Common):
 
 
 def _joined(value: object) -> object:
-    """Join text parts with newlines, as vLLM does for templates that expect a string. Raises ValueError."""
+    """Join text parts with newlines, as vLLM does for templates that expect a string. Raises ValueError. Clients of
+    several APIs send `cache_control`, a hint: prompts are always cached.
+    """
     if not isinstance(value, list):
         return value
     parts = [
-        {name: each for name, each in part.items() if each is not None} for part in value if isinstance(part, dict)
+        {name: each for name, each in part.items() if each is not None and name != "cache_control"}
+        for part in value
+        if isinstance(part, dict)
     ]
     if len(parts) < len(value) or any(set(part) != {"type", "text"} or part["type"] != "text" for part in parts):
         raise ValueError('parts must be {"type": "text", "text": ...}; other kinds are not supported')
@@ -340,7 +344,7 @@ class Message(Body):
     """One message. The fields that must be null occur when clients send an earlier answer back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_joined, json_schema_input_type=str | list[dict[str, str]] | None)]
+    content: Annotated[str, BeforeValidator(_joined, json_schema_input_type=str | list[dict[str, Any]] | None)]
     name: Annotated[str | None, Field(max_length=MAX_HTTP_NAME_CHARS)] = None
     refusal: None = None
     annotations: list[None] | None = None

@@ -254,7 +254,7 @@ def test_fields_without_effect_are_taken(field):
 
 
 def test_defaults_of_fields_within_fields_are_taken():
-    parts = [{"type": "text", "text": "x", "annotations": None}]
+    parts = [{"type": "text", "text": "x", "annotations": None, "cache_control": {"type": "ephemeral"}}]
     said = {"role": "assistant", "content": parts, "provider_specific_fields": None}
     plain = [{"role": "assistant", "content": "x"}]
     assert chat_job(chat(messages=[said])).requests == chat_job(chat(messages=plain)).requests
