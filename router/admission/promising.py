@@ -153,6 +153,8 @@ class Promises:
             return PromiseRefused(f"no decode worker has room for {full} tokens; set a smaller max_tokens", _NEVER_S)
         if all(batch.is_full for batch in batches):
             return PromiseRefused("requests of other routers take all max_running places of the decode workers", 1.0)
+        if flight.promise.itl_s == math.inf:
+            return PromiseRefused(f"no decode worker has room for {full} tokens now", 1.0)
         factor = self.margins.itl.factor(flight.gaps_key)
         itl_s = flight.mean_gap_s(min(batch.step_s(flight) for batch in batches) * factor, now)
         text = f"a mean time of {_ms(flight.promise.itl_s)} between tokens cannot be promised now, {_ms(itl_s)} can"

@@ -175,11 +175,17 @@ async def test_a_refusal_has_the_limit_that_can_be_promised_and_the_time_after_w
     assert first.prefill is not None
 
 
+async def test_a_prompt_that_has_no_room_before_others_end_is_refused_for_a_short_time():
+    with pytest.raises(PromiseRefused, match="no decode worker has room for 1511 tokens now") as caught:
+        await Desk().ask(flight(1500, ttft_s=5.0))
+    assert caught.value.retry_after_s == 1.0
+
+
 @pytest.mark.parametrize(
     ("wish", "text"),
     [
         (flight(ttft_s=0.05), "idle workers do not reach it either"),
-        (flight(4_000, ttft_s=1.23456), "a TTFT of 1234.56 ms cannot be promised now, [0-9.]+ ms can"),
+        (flight(900, ttft_s=0.12345), "a TTFT of 123.45 ms cannot be promised now, [0-9.]+ ms can"),
         (flight(itl_s=0.009), "a mean time of 9 ms between tokens cannot be promised now, 10.2 ms can"),
         (flight(100, 10_000, ttft_s=9.0), "no decode worker has room for 10100 tokens; set a smaller max_tokens"),
     ],
