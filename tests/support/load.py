@@ -216,7 +216,8 @@ Told = tuple[list[Delta], Completion]  # all deltas of a stream, and its answer
 
 def struck(cluster: ClusterProcess, stream: Any, victim: str, after: int, *, freeze: bool = False) -> Told | None:
     """Read a stream and strike its `victim`, a process's name or a role with a busy worker, after so many tokens. The
-    victim is killed, or frozen until the end. Return None if the stream ended before that.
+    victim is killed, or frozen until it is replaced: another one may finish the stream before its lease ends. Return
+    None if the stream ended before that.
     """
     with stream:
         deltas = read(stream, min(after, 1))
@@ -228,10 +229,10 @@ def struck(cluster: ClusterProcess, stream: Any, victim: str, after: int, *, fre
         try:
             deltas += stream
             answer = stream.collect()
+            if freeze and answer.placement.attempts == 1:
+                return None  # all tokens were already sent: the router did not lose the worker
+            cluster.wait_replaced(name, pid)
         finally:
-            with suppress(ProcessLookupError):  # a frozen process may have been replaced by now
+            with suppress(ProcessLookupError):  # it may have been replaced by now
                 os.kill(pid, signal.SIGCONT)
-    if freeze and answer.placement.attempts == 1:
-        return None  # all tokens were already sent: the router did not lose the worker
-    cluster.wait_replaced(name, pid)
     return deltas, answer
