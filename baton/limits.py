@@ -38,7 +38,6 @@ MAX_GRAMMAR_PARTS = 2000  # bounds a parser state: each may be optional, and the
 MAX_GRAMMAR_RULES = 256  # of GBNF; the time to convert it rises with their square
 MAX_SCHEMA_MULTIPLE = 10_000
 MAX_SCHEMA_PATTERNS = 8
-MAX_OPTIONAL_PROPERTIES = 2_400  # of one object; behind 2,498 no token may follow, because a state has too many parts
 MAX_NAME_PATTERNS = 100  # of `patternProperties` of one object; 500 took 54 s
 MAX_CHOICE_TEXTS = 256
 MAX_CHOICE_CHARS = 1_024

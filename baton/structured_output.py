@@ -24,7 +24,6 @@ from baton.limits import (
     MAX_GRAMMAR_PARTS,
     MAX_GRAMMAR_RULES,
     MAX_NAME_PATTERNS,
-    MAX_OPTIONAL_PROPERTIES,
     MAX_SCHEMA_MULTIPLE,
     MAX_SCHEMA_PATTERNS,
 )
@@ -195,8 +194,6 @@ def _grammar(constraint: Constraint) -> str:
     _check_patterns(constraint, schema)
     if (found := _name_patterns(schema)) > MAX_NAME_PATTERNS:
         raise constraint.refused(f"patternProperties: at most {MAX_NAME_PATTERNS} of one object, got {found}")
-    if (found := _optional_properties(schema)) > MAX_OPTIONAL_PROPERTIES:
-        raise constraint.refused(f"properties: at most {MAX_OPTIONAL_PROPERTIES} optional of one object, got {found}")
     try:
         return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": _WHITESPACE})
     except ValueError as error:
@@ -265,31 +262,6 @@ def _name_patterns(schema: object) -> int:
     """Return the largest number of `patternProperties` of one object. Many take long to compile."""
     found = (item.get("patternProperties") for item in _items(schema) if isinstance(item, dict))
     return max((len(value) for value in found if isinstance(value, dict)), default=0)
-
-
-def _optional_properties(schema: dict[str, Any]) -> int:
-    """Return the largest number of properties of one object that are not required."""
-    most = 0
-    for node in _reachable(schema):
-        names, required = node.get("properties"), node.get("required")
-        if isinstance(names, dict):
-            listed = required if isinstance(required, list) else []
-            most = max(most, len(names.keys() - {name for name in listed if isinstance(name, str)}))
-    return most
-
-
-def _reachable(root: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield `root` and the schemas in it, but of definitions only those that are referred to."""
-    todo, seen = list[Any]([root]), set[str]()
-    while todo:
-        if not isinstance(node := todo.pop(), dict):
-            continue
-        yield node
-        if isinstance(reference := node.get("$ref"), str) and reference not in seen:
-            seen.add(reference)
-            todo.append(_target(reference, root))
-        for name, value in node.items():
-            todo += _parts(name, value) if name not in _NO_SCHEMAS else ()
 
 
 def _common_multiple(schema: object) -> int:

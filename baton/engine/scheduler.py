@@ -87,23 +87,17 @@ class Scheduler:
         plan = SchedulerOutput()
         self._steps += 1
         self._admit_higher_ranked(plan)
-        plan.windows = self._windows.next(self.running, self._has_blocks, self._grid_tokens())
+        plan.windows = self._windows.next(self.running, self._has_blocks, self._grid_tokens)
         left = self.max_batched_tokens - sum(window.size for window in plan.windows)
         budget = self._continue_running(plan, min(max(left, len(self.running)), self.max_batched_tokens))
-        started = list[Sequence]()
         # Admit none in a step that preempted, because it could be the sequence just preempted.
         while budget > 0 and len(plan.work) < self.max_running and not plan.preempted:
-            sequence = self._admit(plan)
-            if sequence is None:
+            if (sequence := self._admit(plan)) is None:
                 break
-            if sequence.own_forwards:
-                started.append(sequence)
-            else:
-                budget -= self._schedule(plan, sequence, min(sequence.most, budget))
-        if started and not plan.windows:
-            plan.windows = begin(started, min(budget, self._grid_tokens()))
+            fixed, most = sequence.own_forwards, min(sequence.most, budget)
+            budget -= self._begin(plan, sequence, budget) if fixed else self._schedule(plan, sequence, most)
         if not (plan.work or plan.windows):  # a due sequence may have got its missing block just now
-            plan.windows = self._windows.next(self.running, self._has_blocks, self._grid_tokens())
+            plan.windows = self._windows.next(self.running, self._has_blocks, self._grid_tokens)
         return plan
 
     def commit_step(self, work: list[ScheduledSequence]) -> None:
@@ -227,10 +221,19 @@ class Scheduler:
                 cached = policy.aligned(cached, self.block_size)
         return found[: cached // self.block_size]
 
+    def _begin(self, plan: SchedulerOutput, sequence: Sequence, budget: int) -> int:
+        """Plan the first chunk of an admitted sequence next to other chunks of the grid. Return its tokens."""
+        chunks = begin([sequence], budget)
+        tokens = sum(chunk.size for chunk in chunks)
+        fits = not plan.windows or (plan.windows[0].on_grid and tokens <= budget)
+        plan.windows = [*plan.windows, *chunks] if fits else plan.windows
+        return tokens if fits else 0
+
     def _grid_tokens(self) -> int:
-        """Return how many tokens of prompts on the grid a step may have. Other prompts may wait for admission."""
-        waits = bool(self.waiting) and len(self.running) < self.max_running
-        return GRID_TOKENS if waits else self.max_batched_tokens
+        """Return how many tokens of prompts on the grid a step may have, so that other prompts go on too."""
+        new, most = self.waiting[: len(self.running) < self.max_running], self.max_batched_tokens
+        others = any(not one.own_forwards and one.known - one.computed > 1 for one in (*self.running, *new))
+        return max(1, min(GRID_TOKENS, most // 2) if others else most - len(self.running))
 
     def _has_blocks(self, sequence: Sequence) -> bool:
         return sequence.allocation is not None and len(sequence.allocation) >= self._blocks(sequence.known)

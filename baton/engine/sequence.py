@@ -128,10 +128,7 @@ class Sequence:
 
     @property
     def shareable(self) -> int:
-        shareable = self.computed
-        for policy in self.policies:
-            shareable = min(shareable, policy.shareable)
-        return shareable
+        return min([self.computed, *(policy.shareable for policy in self.policies)])
 
     @property
     def cacheable(self) -> int:

@@ -136,17 +136,17 @@ class Promises:
         """Return the refusal: the least TTFT behind all promises, or with them the least mean gap."""
         asked = flight.promise
         last = Flight(flight.prompt, flight.answer, now, Promise(_ANY_S, asked.itl_s), cached=flight.cached)
-        first = self._planned(prefills, decodes, last, now)[last].first
-        if first == math.inf:
-            return self._offer_gap(decodes, last, now)
-        ttft_s = now - flight.arrived + self.margins.ttft_s(first - now)
+        found = self._planned(prefills, decodes, last, now)[last]
+        if found.first == math.inf:
+            return self._offer_gap(decodes, last, found.start, now)
+        ttft_s = now - flight.arrived + self.margins.ttft_s(found.first - now)
         text = f"a TTFT of {_ms(asked.ttft_s)} cannot be promised now, {_ms(ttft_s)} can"
         idle_s = min(PrefillQueue(self._chunk).idle_s(seat.facts, work_of(last, seat.cached)) for seat in prefills)
         if self.margins.ttft_s(idle_s) > asked.ttft_s:
             return PromiseRefused(f"{text}; idle workers do not reach it either", _NEVER_S, ttft_ms=ttft_s * 1e3)
         return PromiseRefused(text, max(ttft_s - asked.ttft_s, _LEAST_RETRY_S), ttft_ms=ttft_s * 1e3)
 
-    def _offer_gap(self, decodes: Sequence[Seat], flight: Flight, now: float) -> PromiseRefused:
+    def _offer_gap(self, decodes: Sequence[Seat], flight: Flight, start: float, now: float) -> PromiseRefused:
         batches = [DecodeBatch(seat, self._on(seat.ref)) for seat in decodes]
         full = flight.prompt + flight.answer
         if not any(seat.facts.kv_tokens + seat.facts.available * seat.block_size > full for seat in decodes):
@@ -154,7 +154,10 @@ class Promises:
         if all(batch.is_full for batch in batches):
             return PromiseRefused("requests of other routers take all max_running places of the decode workers", 1.0)
         if flight.promise.itl_s == math.inf:
-            return PromiseRefused(f"no decode worker has room for {full} tokens now", 1.0)
+            text = (
+                f"no decode worker has room for {full} tokens now" if start == math.inf else "it would delay a promise"
+            )
+            return PromiseRefused(text, 1.0)
         factor = self.margins.itl.factor(flight.gaps_key)
         itl_s = flight.mean_gap_s(min(batch.step_s(flight) for batch in batches) * factor, now)
         text = f"a mean time of {_ms(flight.promise.itl_s)} between tokens cannot be promised now, {_ms(itl_s)} can"

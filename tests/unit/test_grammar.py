@@ -166,7 +166,6 @@ PATTERNS = [  # nine that meet: with twenty-five the router would search for hou
 ]
 DEEP = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(1200)} | {"d1200": {"allOf": NINE}}
 # Each alternative is an object of 101 properties, which are not in the text of the schema.
-WIDE = {"properties": {f"n{i}": {} for i in range(2500)}}
 MERGED = {
     "$defs": {"d": {"properties": {f"k{i}": {} for i in range(100)}}},
     "anyOf": [
@@ -195,9 +194,7 @@ WRONG = [
     *((schema(many), "pattern, format: at most 8 together") for many in PATTERNS),
     (schema({"$defs": DEEP, "$ref": "#/$defs/d0"}), "its nesting or its references are too deep"),
     (schema({"$ref": "#"}), "no text can match it"),
-    (schema({"properties": {str(i): {} for i in range(3000)}}), "properties: at most 2400 optional of one object"),
-    (schema({"items": {"properties": {str(i): {} for i in range(2401)}}}), "at most 2400 optional of one object, got"),
-    (schema({"$defs": {"a": WIDE}, "items": {"$ref": "#/$defs/a"}}), "at most 2400 optional of one object, got 2500"),
+    (schema({"properties": {str(i): {} for i in range(3000)}}), "it is too complex"),
     (schema({"patternProperties": {f"^a{i}_": {} for i in range(101)}}), "patternProperties: at most 100 of one"),
     (schema(MERGED), "it is too complex"),
     (schema(CHOSEN), "it is too complex"),

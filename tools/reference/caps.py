@@ -73,7 +73,6 @@ CAPS: tuple[Cap, ...] = (
     ),
     Cap("`pattern` and `format` of a schema for one string", limits.MAX_SCHEMA_PATTERNS, "in total", _REFUSED),
     Cap("`patternProperties` of a schema", limits.MAX_NAME_PATTERNS, "of one object", _REFUSED),
-    Cap("optional `properties` of a schema", limits.MAX_OPTIONAL_PROPERTIES, "of one object", _REFUSED),
     Cap("`constraint.regex`", limits.MAX_REGEX_BYTES, "bytes", _REFUSED),
     Cap("`constraint.grammar`", limits.MAX_GRAMMAR_BYTES, "bytes", _REFUSED),
     Cap("`constraint.grammar`, characters `&` and `~`", limits.MAX_GRAMMAR_OPERATORS, "", _REFUSED),

@@ -2,8 +2,8 @@
 
 A sequence is *due*, and waits for a verify pass, if it has `W - 1` candidates or one that ends it. The rest of a
 pass goes to others with candidates, those with the least certain ones first. If windows may have any lengths, a pass
-also runs as soon as all candidates fill it. Each step has at most one pass or a few grid chunks, so that other
-sequences wait for no more.
+also runs before the next candidates exceed it, so that all can join it. Each step has at most one pass or some grid
+chunks, so that other sequences wait for no more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from baton.engine.sampling.prompt_logprobs import PromptScores, scores_of
 from baton.engine.sequence import UNLIMITED, ScheduledSequence, Sequence, SequencePolicy, VerifyWork
 
 PATIENCE = 4  # steps that a due sequence waits for others to join
-GRID_TOKENS = 512  # of prompts on the grid in one step, if other prompts wait for it
+GRID_TOKENS = 512  # of prompts on the grid in one step, if other prompts need a part of it
 
 
 @dataclass(slots=True)
@@ -107,18 +107,20 @@ class WindowPlanner:
         self._grid_was_last = False
 
     def next(
-        self, running: Iterable[Sequence], ready: Callable[[Sequence], bool], grid_tokens: int = GRID_TOKENS
+        self,
+        running: Iterable[Sequence],
+        ready: Callable[[Sequence], bool],
+        grid_tokens: Callable[[], int] = lambda: GRID_TOKENS,
     ) -> list[VerifyWork]:
-        """Return the windows of one forward, or none. `ready` tests whether a sequence has blocks for all tokens. A
-        step has up to `grid_tokens` of prompts on the grid, but up to GRID_TOKENS if it has other prompts.
+        """Return the windows of one forward, or none. `ready` tests whether a sequence has blocks for all tokens, and
+        `grid_tokens` returns how many tokens of prompts a step may have.
         """
         fixed = [sequence for sequence in running if sequence.own_forwards and ready(sequence)]
         if not fixed:
             return []
         started = [s for s in map(_Started.of, fixed) if not s.progress.on_grid and (s.inputs > 1 or s.due)]
         verify = _verify(started, idle=not any(sequence.ordinary for sequence in running)) if started else []
-        prompts = any(sequence.pending > 1 and not sequence.own_forwards for sequence in running)
-        grid = begin(fixed, min(grid_tokens, GRID_TOKENS) if prompts else grid_tokens)
+        grid = begin(fixed, grid_tokens())
         self._grid_was_last = bool(grid) and not (verify and self._grid_was_last)
         return grid if self._grid_was_last else verify
 
@@ -161,7 +163,7 @@ def _is_full(due: list[_Started], started: list[_Started], shapes: FixedShapes) 
     """Return whether a pass is worth its cost now: with windows of one length, only due sequences fill it."""
     if not shapes.ragged:
         return len(due) >= shapes.rows
-    more = sum(not each.due for each in started)  # candidates of the next step
+    more = max(1, sum(not (each.due or each.progress.proposed) for each in started))  # candidates of the next step
     return len(started) > shapes.most or sum(each.inputs for each in started) + more > shapes.total
 
 

@@ -169,21 +169,71 @@ def test_all_join_each_pass_at_the_ends_of_blocks_too(prompt: str):
     assert backend.decoded == {8: 30}  # a pass yields a fourth token, which no decode step draws
 
 
-@pytest.mark.parametrize(("ordinary", "chunks"), [(0, 8), (1, 4)])
-def test_chunks_of_the_grid_fill_a_step_unless_other_prompts_need_it(ordinary: int, chunks: int):
-    prompts = [
-        Sequence(key_of(number), 0, 128, 128, policies=(VerifiedProgress(RAGGED, 128, 128),)) for number in range(9)
-    ]
-    others = [Sequence(key_of("other"), 0, 100, 100)] * ordinary
-    assert len(WindowPlanner().next([*prompts, *others], lambda _: True, 1024)) == chunks
+def test_due_sequences_that_fill_a_pass_do_not_wait():
+    ordinary = Sequence(key_of("other"), 0, 101, 100, computed=100)
+    assert len(WindowPlanner().next([waiting(24), waiting(24), ordinary], lambda _: True)) == 2  # 16 of 32 tokens each
+
+
+def test_expected_proposals_do_not_let_a_pass_run_early():
+    """A candidate that was proposed has counted before."""
+    sequences = [waiting(15) for _ in range(3)] + [waiting(16)]
+    for sequence in sequences[:3]:
+        sequence.policies[0].proposed = 1
+        sequence.known -= 1
+    assert WindowPlanner().next(sequences, lambda _: True) == []  # 29 of 32 tokens, and one more
+
+
+def chunks_of_steps(specs, steps, **options):
+    """Return how many forwards on the grid each step has, the requests that got tokens, and the engine."""
+    backend, found, keys = Tampered(), [], set()
+    engine = engine_of(backend, total_blocks=1024, **options)
+    for number, spec in enumerate(specs):
+        engine.submit(key_of(number), spec)
+    for _ in range(steps):
+        before = len(backend.shapes)
+        keys |= {output.key for output in engine.step().outputs}
+        found.append(len(backend.shapes) - before)
+    return found, keys, engine
+
+
+@pytest.mark.parametrize(
+    ("length", "budget", "counts"),
+    [(128, 1024, [8, 1]), (128, 300, [2, 2, 2, 2, 1]), (128, 100, [1] * 9), (256, 1152, [9, 8, 1])],
+)
+def test_chunks_of_the_grid_fill_steps(length: int, budget: int, counts: list[int]):
+    """A step leaves a token for each request that was running before it."""
+    specs = [spec_of("x" * length, max_tokens=1, ignore_eos=True) for _ in range(9)]
+    assert chunks_of_steps(specs, len(counts), max_batched_tokens=budget)[0] == counts
+
+
+def test_an_ordinary_prompt_goes_on_next_to_chunks_of_the_grid():
+    specs = [*(spec_of("x" * 1500) for _ in range(4)), spec_of("y" * 1100, deterministic=False)]
+    counts, keys, _ = chunks_of_steps(specs, 4, max_batched_tokens=600)
+    assert (counts, keys) == ([4, 2, 1, 1], {key_of(4)})  # chunks of 128, then of 256, in half of a step
+
+
+def test_a_prompt_on_the_grid_keeps_its_turn_before_a_long_ordinary_one():
+    specs = [spec_of("abc"), spec_of("y" * 1500, deterministic=False)]
+    assert chunks_of_steps(specs, 1, max_batched_tokens=1024)[1] == {key_of(0)}
+
+
+def test_a_prompt_on_the_grid_goes_on_next_to_an_ordinary_one_with_the_least_budget():
+    specs = [spec_of("x" * 200), spec_of("y" * 50, deterministic=False)]
+    assert key_of(0) in chunks_of_steps(specs, 10, max_batched_tokens=1)[1]
+
+
+def test_new_prompts_do_not_displace_a_verify_pass():
+    engine = engine_of(Tampered())
+    engine.submit(key_of("first"), spec_of(max_tokens=1 + 16))
+    ended = set()
+    for number in range(40):
+        engine.submit(key_of(number), spec_of(max_tokens=1))
+        ended |= {output.key for output in engine.step().outputs if output.finish}
+    assert key_of("first") in ended
 
 
 def test_a_new_prompt_is_admitted_next_to_chunks_of_the_grid():
-    engine = engine_of(Tampered(), total_blocks=1024, max_batched_tokens=1024)
-    for number in range(4):
-        engine.submit(key_of(number), spec_of("x" * 1500))
-    for _ in range(2):  # the next chunks have 1,024 tokens in total
-        engine.step()
+    *_, engine = chunks_of_steps([spec_of("x" * 1500) for _ in range(4)], 2, max_batched_tokens=1024)
     engine.submit(key_of("new"), spec_of("y" * 500, deterministic=False))
     assert key_of("new") in {output.key for output in engine.step().outputs}
 

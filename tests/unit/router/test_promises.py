@@ -181,6 +181,15 @@ async def test_a_prompt_that_has_no_room_before_others_end_is_refused_for_a_shor
     assert caught.value.retry_after_s == 1.0
 
 
+async def test_a_prompt_that_would_delay_a_promised_one_is_refused_for_a_short_time():
+    desk = Desk()
+    for before in (flight(100, 2), flight(50, 2, ttft_s=0.2)):
+        await desk.ask(before)
+    with pytest.raises(PromiseRefused, match="it would delay a promise") as caught:
+        await desk.ask(flight(100, 2, ttft_s=0.6))
+    assert caught.value.retry_after_s == 1.0
+
+
 @pytest.mark.parametrize(
     ("wish", "text"),
     [
