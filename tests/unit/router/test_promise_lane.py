@@ -150,6 +150,31 @@ async def test_a_tenant_without_capacity_for_its_promise_limits_others_to_their_
     await desk.ask(flight(ttft_s=9.0), tenant="a")
 
 
+async def test_measured_latencies_calibrate_the_forecasts_and_a_first_token_ends_the_work_of_a_prefill_worker():
+    desk = Desk()
+    margins, one = desk.promises.margins, flight(ttft_s=9.0, itl_s=0.5)
+    before = margins.ttft.measured, margins.itl.measured
+    placement = await desk.ask(one)
+    [queue] = desk.promises._queues.values()
+    assert one.ttft_s == pytest.approx(0.104, rel=0.01)
+    assert queue.tokens == 100
+    desk.clock.advance(1.5 * one.ttft_s)
+    one.seen(1, desk.clock.monotonic())
+    placement.on_first()
+    assert (margins.ttft.measured, queue.tokens) == (before[0] + 1, 0)
+    assert margins.ttft.factor(math.frexp(one.ttft_s)[1]) > 1.5
+    one.seen(11, desk.clock.monotonic() + 0.1)
+    desk.promises.settle(one, complete=True)
+    assert margins.itl.measured == before[1] + 1
+
+
+async def test_a_promise_has_the_cached_tokens_of_its_prompt_by_worker():
+    cached = SOURCES[0]._replace(cached=64.0)
+    hall, one = Hall([cached, SOURCES[1]], [seat(DECODING)]), flight(100, 11, ttft_s=9.0)
+    await hall.ask(one)
+    assert one.cached == {cached.ref: 64.0}
+
+
 async def test_ended_requests_leave_no_trace_of_their_workers():
     desk = Desk()
     placement = await desk.ask(flight(ttft_s=9.0))

@@ -203,6 +203,7 @@ async def test_what_no_wait_makes_possible_is_refused_with_the_reason(wish, text
     with pytest.raises(PromiseRefused, match=text) as caught:
         await Desk().ask(wish)
     assert caught.value.retry_after_s == 60.0
+    assert caught.value.itl_ms == (pytest.approx(10.2, rel=0.001) if wish.promise.itl_s < 1.0 else 0.0)
 
 
 async def test_rows_that_requests_of_other_routers_take_are_the_reason_of_a_refusal():
