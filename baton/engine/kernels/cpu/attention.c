@@ -121,10 +121,11 @@ static void find(const attention_args *a, const int32_t *table, long at, long en
     }
 }
 
-/* Prefetches KV of the next chunk during this one, because hardware cannot predict its place. */
+/* Prefetches KV of the next chunk during this one, because hardware cannot predict its place. It goes into the
+ * second-level cache: a chunk of all heads, or two of one head and the scratch, are larger than the first one. */
 INLINE void fetch(const char *row, long n, const int levels) {
     const long bytes = levels ? n + 2 : n * (long)sizeof(elem);
-    for (long i = 0; i < bytes; i += 64) fetch_near(row + i);
+    for (long i = 0; i < bytes; i += 64) fetch_far(row + i);
 }
 
 INLINE VI load_cached(const char *row, long word, long n, const int levels) {
@@ -144,14 +145,16 @@ INLINE void load_scales(const char *heads, const long *rows, long count, long di
 /* Transposes the keys of a chunk. Rows after its end are zero. Levels are not scaled, but their scores are. */
 INLINE void transpose_keys(const attention_args *a, long kv_head, const place_t *here, const place_t *next,
                            workspace_t *work, const int levels) {
-    const long words = WORDS(a->dim);
+    const long words = WORDS(a->dim), parts = (words + LANES - 1) / LANES; /* each prefetches as many rows */
     const char *keys = a->keys + kv_head * a->k_head;
     if (levels) load_scales(keys, here->keys, here->count, a->dim, work->key_scales);
     for (long g = 0; g < GROUPS; g++) {
         const long count = MAX(0, MIN(LANES, here->count - g * LANES));
         for (long w = 0; w < words; w += LANES) {
             VI r[LANES];
-            for (long i = g * LANES; !w && i < MIN(next->count, (g + 1) * LANES); i++) fetch(keys + next->keys[i], a->dim, levels);
+            const long first = g * LANES, part = w / LANES, last = first + LANES * (part + 1) / parts;
+            for (long i = first + LANES * part / parts; i < MIN(next->count, last); i++)
+                fetch(keys + next->keys[i], a->dim, levels);
             const long *rows = here->keys + g * LANES;
             if (count == LANES && words - w >= LANES)
                 for (long i = 0; i < LANES; i++) r[i] = load_cached(keys + rows[i], w, LANES, levels);
