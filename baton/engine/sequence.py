@@ -128,7 +128,9 @@ class Sequence:
 
     @property
     def shareable(self) -> int:
-        return min([self.computed, *(policy.shareable for policy in self.policies)])
+        if not self.policies:
+            return self.computed
+        return min(self.computed, *(policy.shareable for policy in self.policies))
 
     @property
     def cacheable(self) -> int:
