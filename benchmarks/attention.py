@@ -1,12 +1,12 @@
 """Time of a layer's decode attention on this CPU, and its share of the memory's speed.
 
-    python benchmarks/attention.py --quick                                  two shapes, at the processor's level
+    python benchmarks/attention.py --quick                          two shapes, at the processor's level
     python benchmarks/attention.py --level avx2,avx512-bf16 --dtype bf16,fp32
-    python benchmarks/attention.py --before HEAD^ --level avx2              another git revision, in turns with this tree
+    python benchmarks/attention.py --before HEAD^ --level avx2      another git revision, in turns with this tree
 
 One thread. Caches of several layers take turns, so that KV comes from memory. Each measurement is a new process, and
-medians of the rounds count. *Equal* compares the bits of all outputs. With --cpu-time, other work on the machine matters
-less. The last line of stdout is one JSON object: the time before over the time now, for each case.
+medians of the rounds count. *Equal* compares the bits of all outputs. With --cpu-time, other work on the machine
+matters less. The last line of stdout is one JSON object: the time before over the time now, for each case.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections import defaultdict
 from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__" and not sys.flags.safe_path:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python benchmarks/attention.py`
@@ -34,6 +34,9 @@ import torch
 from baton.engine.batch import Batch
 from baton.engine.kernels.cpu.attention import CompiledAttention
 from baton.engine.kernels.cpu.compiler import LEVEL_VARIABLE, load_library
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ROOT = Path(__file__).resolve().parent.parent
 ELEMENTS = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -53,7 +56,7 @@ def batch_of(sequences: int, context: int) -> Batch:
     return Batch(none, none, none, [1] * sequences, [context] * sequences, starts, lens, tables, none)
 
 
-def measure(dtype: str, shapes: list[tuple[int, ...]], *, cpu_time: bool) -> list[tuple[float, str]]:
+def measure(dtype: str, shapes: Sequence[tuple[int, ...]], *, cpu_time: bool) -> list[tuple[float, str]]:
     """Return the seconds of one layer's attention and a digest of its output, for each shape."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -143,11 +146,15 @@ def main(argv: list[str]) -> None:
     """Measure this tree, and another revision if one is given."""
     options = parse(argv)
     if options.child:
-        shapes = list(QUICK_SHAPES if options.quick else SHAPES)
+        shapes = QUICK_SHAPES if options.quick else SHAPES
         print(json.dumps(measure(options.dtype[0], shapes, cpu_time=options.cpu_time)))
         return
     from benchmarks.lib.machine import machine
+    from benchmarks.lib.protocol import CLOCK_VARIABLE
     from benchmarks.revisions import unpacked
+
+    if options.cpu_time:
+        os.environ[CLOCK_VARIABLE] = "cpu"  # of the memory's speed
 
     print(*(f"{name}: {value}" for name, value in machine().items()), sep="\n")
     trees = {"now": ROOT}
