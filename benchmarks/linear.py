@@ -17,7 +17,6 @@ import json
 import os
 import statistics
 import sys
-import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +35,7 @@ from baton.engine.kernels.cpu.ops import CpuKernels
 from baton.engine.memory.huge_pages import Arena
 from benchmarks.lib.bandwidth import Reader
 from benchmarks.lib.machine import machine
+from benchmarks.lib.protocol import CLOCK_VARIABLE, clock
 from benchmarks.lib.report import markdown
 
 if TYPE_CHECKING:
@@ -47,7 +47,8 @@ SHAPES = ((11264, 2048), (2048, 5632), (2560, 2048), (2048, 2048))  # [width, K]
 ROWS = (1, 4, 8, 16, 32)
 COLD_BYTES = 400 << 20
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-COMPILED, PLAIN = "compiled kernel, huge pages", "F.linear"
+COMPILED, TALL, PLAIN = "compiled kernel, huge pages", "kernel for prompts, huge pages", "F.linear"
+FLAT_CHOICE, TALL_CHOICE = Choice(1 << 30, tall=True), Choice(0, tall=True)
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,11 @@ def candidates(width: int, k: int, of: Products) -> dict[str, list[Product]]:
     for level in levels:
         os.environ[LEVEL_VARIABLE] = level
         try:
-            kernels = CpuKernels(dtype, Profile(static=Choice(1 << 30, tall=True)))
+            flat, tall = (CpuKernels(dtype, Profile(static=choice)) for choice in (FLAT_CHOICE, TALL_CHOICE))
         except Unavailable as why:
             print(f"no compiled kernel here: {why}")
             continue
-        for name, where in (("compiled kernel", weights), (COMPILED, huge)):
+        for name, where, kernels in (("compiled kernel", weights, flat), (COMPILED, huge, flat), (TALL, huge, tall)):
             found[name if level == levels[0] else f"{name}, {level}"] = [
                 partial(_into, kernels.linear(weight), width) for weight in where
             ]
@@ -125,11 +126,11 @@ def measure(
     limits = list[float]()
     for turn in range(rounds + 1):
         for name, products in ways.items():
-            began = time.perf_counter()
+            began = clock()
             for product in products:
                 product(x)
             if turn:
-                seconds[name].append((time.perf_counter() - began) / len(products))
+                seconds[name].append((clock() - began) / len(products))
         limits.append(max(reader.measure(1).values()))
     return {name: statistics.median(taken) for name, taken in seconds.items()}, statistics.median(limits)
 
@@ -177,7 +178,10 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--shapes", type=_shapes, help="other weights, such as 768x2048,4096x768 (width x K)")
     parser.add_argument("--rows", type=_numbers, default=ROWS, help="of x, such as 1,2")
+    parser.add_argument("--cpu-time", action="store_true", help="CPU time, for one thread on a busy machine")
     args = parser.parse_args()
+    if args.cpu_time:
+        os.environ[CLOCK_VARIABLE] = "cpu"
     print(*(f"{name}: {value}" for name, value in machine().items()), sep="\n")
     shapes = args.shapes or (SHAPES[:1] if args.quick else SHAPES)
     rounds, levels = 5 if args.quick else 9, args.level.split(",")
