@@ -6,7 +6,7 @@
     adopt ────────────────────┘        (or preempted, dropped and reported)
 
 There are no phases: prompt chunks, decoding and recomputation all raise the computed tokens towards the known ones. A
-step runs the ordinary batch, then at most one forward of a fixed shape for deterministic requests (`verifier.py`).
+step runs the ordinary batch, then a verify pass or grid chunks for deterministic requests (`verifier.py`).
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ class Engine:
         return result
 
     def _run_plan(self, plan: SchedulerOutput, result: StepResult) -> None:
-        work = [item for item in plan.work if item.sequence.key in self._requests]  # not just ended
+        work = [w for w in plan.work if (r := self._requests.get(w.sequence.key)) and not r.held]  # not just ended
         if self._speculation and self._speculation.takes(work, self._requests):
             self._run_own(self._speculation, work, result)
         elif work:

@@ -133,7 +133,8 @@ class Overlap:
         """Deliver the tokens of a step, but not those of requests that have ended since."""
         if step is None:
             return
-        live = [row for row, each in enumerate(step.requests) if self._requests.get(each.sequence.key) is each]
+        same = [self._requests.get(each.sequence.key) is each for each in step.requests]
+        live = [row for row, each in enumerate(step.requests) if same[row] and not each.held]
         drawn = self._attempt(step.tokens.read, [step.requests[row].sequence for row in live], result)
         for row in live if drawn is not None else ():
             request, start = step.requests[row], step.starts[row]

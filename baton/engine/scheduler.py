@@ -97,7 +97,7 @@ class Scheduler:
             fixed, most = sequence.own_forwards, min(sequence.most, budget)
             budget -= self._begin(plan, sequence, budget) if fixed else self._schedule(plan, sequence, most)
         if not (plan.work or plan.windows):  # a due sequence may have got its missing block just now
-            plan.windows = self._windows.next(self.running, self._has_blocks, self._grid_tokens)
+            plan.windows = self._windows.next(self.running, self._has_blocks, self._grid_tokens, idle=True)
         return plan
 
     def commit_step(self, work: list[ScheduledSequence]) -> None:

@@ -158,14 +158,14 @@ def linear(kernels: CpuKernels, plan: Plan) -> Iterator[Record]:
             yield {"part": "linear", "model": model, "width": width, "k": k, "rows": rows, "seconds": seconds}
 
 
-def profile_of(records: Sequence[Record], flat_rows: int) -> Profile:
+def profile_of(records: Sequence[Record]) -> Profile:
     """Return the profile of measured products: from every second round, so that the others can judge it."""
     points: dict[tuple[int, int], list[Point]] = {}
     for each in (each for each in records if each["part"] == "linear"):
         middle = [sorted(each["seconds"][name][::2]) for name in ("flat", "tall", "torch")]
         point = Point(each["width"], each["k"], each["rows"], *(times[len(times) // 2] for times in middle))
         points.setdefault((point.width, point.k), []).append(point)
-    return Profile({shape: best_choice(found, flat_rows) for shape, found in points.items()})
+    return Profile({shape: best_choice(found) for shape, found in points.items()})
 
 
 def measured(plan: Plan) -> Iterator[Record]:
@@ -175,9 +175,9 @@ def measured(plan: Plan) -> Iterator[Record]:
     yield from attention(kernels, plan)
     found = list(linear(kernels, plan))
     yield from found
-    profile = profile_of(found, kernels.profile.flat_rows)
+    profile = profile_of(found)
     for (width, k), choice in profile.choices.items():
-        static = kernels.profile.choice(width, k)
+        static = Profile().choice(width, k)
         yield {"part": "choice", "width": width, "k": k, "measured": choice._asdict(), "static": static._asdict()}
     yield from flash_step.steps(MODELS[plan.step], dtype, profile, plan.points, partial(in_turns, rounds=plan.rounds))
     yield flash_step.demo_scores(dtype)

@@ -94,7 +94,7 @@ def _nothing_to_profile(settings: WorkerSettings) -> ConfigError:
 
 
 def _keep(kernels: CpuKernels, points: list[Point], attention: list[float] | None) -> dict[str, object]:
-    path, found = profile_of(kernels.dtype), make_profile(points, attention, kernels.profile.flat_rows)
+    path, found = profile_of(kernels.dtype), make_profile(points, attention)
     save_profile(path, load_profile(path).merged(found))
     table = Table("weight", "rows", "flat GFLOP/s", "tall GFLOP/s", "torch GFLOP/s", "flat GB/s")
     for p in points:

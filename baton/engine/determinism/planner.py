@@ -111,6 +111,8 @@ class WindowPlanner:
         running: Iterable[Sequence],
         ready: Callable[[Sequence], bool],
         grid_tokens: Callable[[], int] = lambda: GRID_TOKENS,
+        *,
+        idle: bool = False,
     ) -> list[VerifyWork]:
         """Return the windows of one forward, or none. `ready` tests whether a sequence has blocks for all tokens, and
         `grid_tokens` returns how many tokens of prompts a step may have.
@@ -119,7 +121,7 @@ class WindowPlanner:
         if not fixed:
             return []
         started = [s for s in map(_Started.of, fixed) if not s.progress.on_grid and (s.inputs > 1 or s.due)]
-        verify = _verify(started, idle=not any(sequence.ordinary for sequence in running)) if started else []
+        verify = _verify(started, idle=idle or not any(sequence.ordinary for sequence in running)) if started else []
         grid = begin(fixed, grid_tokens())
         self._grid_was_last = bool(grid) and not (verify and self._grid_was_last)
         return grid if self._grid_was_last else verify
@@ -136,7 +138,7 @@ class _Started(NamedTuple):
     @classmethod
     def of(cls, sequence: Sequence) -> _Started:
         progress, known = progress_of(sequence), sequence.known
-        inputs = 1 + known - progress.verified + progress.proposed
+        inputs = known - progress.final + progress.proposed
         return cls(sequence, progress, inputs, progress.due(known))
 
     @property
@@ -164,7 +166,8 @@ def _is_full(due: list[_Started], started: list[_Started], shapes: FixedShapes) 
     if not shapes.ragged:
         return len(due) >= shapes.rows
     more = max(1, sum(not (each.due or each.progress.proposed) for each in started))  # candidates of the next step
-    return len(started) > shapes.most or sum(each.inputs for each in started) + more > shapes.total
+    longest = sorted((each.inputs for each in started), reverse=True)[: shapes.most]  # more do not fit into a pass
+    return sum(longest) + min(more, shapes.most) > shapes.total
 
 
 def _joined(due: list[_Started], others: list[_Started], shapes: FixedShapes) -> list[VerifyWork]:

@@ -274,3 +274,23 @@ def test_off_by_default_on_a_cpu_and_for_requests_that_need_the_host(backend):
     for engine, each in ((engine_of(backend), spec), *((early(backend), each) for each in host)):
         engine.submit(key_of(), each)
         Streams().drain(engine, lambda result: pytest.fail("overlapped") if result.under_way else None)
+
+
+@pytest.mark.parametrize("joins", [{"prompt": "zzz"}, {"prompt": "z", "logprobs": 1}], ids=["prompt", "logprobs"])
+@pytest.mark.parametrize("early_by", range(4))
+def test_a_sequence_that_ended_while_it_moves_is_not_run_again(backend, joins, early_by):
+    """The end lands in the step that plans a batch which does not continue the step under way."""
+    drawn = (spec_of("abc", max_tokens=60, ignore_eos=False, temperature=1.0, seed=seed) for seed in range(100))
+    asked = next(spec for spec in drawn if 8 < len(backend.expected(spec)) < 40)
+    wanted, engine, key, found = backend.expected(asked), early(backend), key_of(), Streams()
+    engine.submit(key, asked)
+    while len(found.tokens[key]) < 3:
+        found.step(engine)
+    found.take(engine, engine.land())
+    assert engine.halt(key, 50)
+    while key not in found.finishes:
+        if len(found.tokens[key]) == len(wanted) - early_by:
+            engine.submit(key_of("new"), spec_of(max_tokens=1, **joins))
+            early_by = -1  # once
+        found.step(engine)
+    assert found.ids(key) == wanted

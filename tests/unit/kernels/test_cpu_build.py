@@ -6,14 +6,13 @@ import stat
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
 from structlog.testing import capture_logs
 
 from baton.engine.kernels import select
-from baton.engine.kernels.cpu import compiler, kernel_choice, ops, tuning
+from baton.engine.kernels.cpu import compiler, kernel_choice, tuning
 from baton.engine.kernels.cpu.compiler import Machine, Unavailable, load_library, machine
 from baton.engine.kernels.cpu.kernel_choice import (
     FLAT_ROWS,
@@ -23,7 +22,6 @@ from baton.engine.kernels.cpu.kernel_choice import (
     load_profile,
     save_profile,
     static_choice,
-    static_flat_rows,
 )
 from baton.engine.kernels.cpu.ops import CpuKernels
 from baton.engine.kernels.torch_reference import TorchKernels
@@ -237,22 +235,6 @@ def test_a_profile_survives_the_disk_and_is_added_to(tmp_path):
     assert load_profile(path) == Profile({(64, 32): Choice(9, False), (1, 2): Choice(3, False)}, None)
     assert load_profile(path).choice(64, 32).flat_rows == 9
     assert load_profile(path).choice(5, 5) == static_choice(5)
-
-
-def test_the_preset_leaves_more_rows_to_the_tall_kernel_where_it_widens_nothing():
-    native = {("f32", level) for level in compiler.X86_LEVELS if level.startswith("avx512")} | {("bf16", "avx512-bf16")}
-    for element, level in product(("bf16", "f32"), compiler.LEVELS):
-        assert static_flat_rows(element, level) == (48 if (element, level) in native else 96)
-
-
-@pytest.mark.parametrize("rows", [48, 96])
-def test_kernels_have_the_preset_of_their_level(monkeypatch, rows):
-    monkeypatch.setattr(ops, "static_flat_rows", lambda element, level: rows)
-    own = compiled_or_skip(lambda: CpuKernels(torch.float32, Profile({(1, 1): Choice(7, tall=True)}))).profile
-    for profile in (own, own.merged(Profile())):
-        assert [profile.choice(64, K).flat_rows, profile.choice(1, 1).flat_rows] == [rows, 7]
-    unclear = points(r1=2.0, r64=1.02)
-    assert tuning.make_profile(unclear, None, own.flat_rows).choice(64, K).flat_rows == rows
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", json.dumps({"choices": [[1, 2]], "unified_max": None})])

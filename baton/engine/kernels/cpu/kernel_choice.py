@@ -18,7 +18,6 @@ log = structlog.get_logger()
 
 # Most rows up to which the flat kernel leads, fewer if rows of W are long: docs/design/kernels.md.
 FLAT_ROWS, LONG_K, FLAT_ROWS_LONG = 96, 4096, 32
-FLAT_ROWS_NATIVE = 48  # where AVX-512 multiplies elements without widening, which the tall kernel does best
 TILE_UNIT = "amx_bf16"  # a matrix unit for bfloat16, used by torch but not by the compiled kernels
 
 
@@ -44,14 +43,13 @@ class Profile:
     choices: dict[tuple[int, int], Choice] = field(default_factory=dict)
     unified_max: float | None = None
     static: Choice | None = None
-    flat_rows: int = FLAT_ROWS  # of `static_choice`
 
     def choice(self, width: int, k: int) -> Choice:
-        return self.choices.get((width, k)) or self.static or static_choice(k, self.flat_rows)
+        return self.choices.get((width, k)) or self.static or static_choice(k)
 
     def merged(self, other: Profile) -> Profile:
         """Return this profile with the measurements of `other`, which take precedence."""
-        return Profile(self.choices | other.choices, other.unified_max, self.static, self.flat_rows)
+        return Profile(self.choices | other.choices, other.unified_max, self.static)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +74,9 @@ class Ideas:
         return Profile(unified_max=unified, static=Choice(rows, tall=True))
 
 
-def static_choice(k: int, flat_rows: int = FLAT_ROWS) -> Choice:
+def static_choice(k: int) -> Choice:
     """Return the choice for rows of K elements without a measurement."""
-    return Choice(flat_rows if k < LONG_K else FLAT_ROWS_LONG, TILE_UNIT not in machine().flags)
-
-
-def static_flat_rows(element: str, level: str) -> int:
-    """Return the most rows of "bf16" or "f32" elements for which the flat kernel leads at this level."""
-    native = level.startswith("avx512-bf16" if element == "bf16" else "avx512")
-    return FLAT_ROWS_NATIVE if native else FLAT_ROWS
+    return Choice(FLAT_ROWS if k < LONG_K else FLAT_ROWS_LONG, TILE_UNIT not in machine().flags)
 
 
 def profile_path(dtype: str, level: str, threads: int, torch_version: str, folder: Path | None = None) -> Path:

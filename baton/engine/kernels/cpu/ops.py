@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from ctypes import c_float, c_long, c_void_p
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,7 +21,7 @@ from baton.engine.batch import Batch
 from baton.engine.kernels.base import ANY_ROWS, HeadNorms, Linear, Rotation, Splits
 from baton.engine.kernels.cpu.attention import CompiledAttention, is_compiled, strides_of, struct_fields
 from baton.engine.kernels.cpu.compiler import chosen_level, load_library
-from baton.engine.kernels.cpu.kernel_choice import FLAT_ROWS, Choice, Profile, static_flat_rows
+from baton.engine.kernels.cpu.kernel_choice import FLAT_ROWS, Choice, Profile
 from baton.engine.kernels.cpu.quantized import CompiledQuantized, QuantizedProducts
 from baton.engine.kernels.quantized import QuantizedWeight
 from baton.engine.kernels.torch_reference import TorchLinear
@@ -146,8 +146,7 @@ class CpuKernels:
     ) -> None:
         element = ELEMENTS[dtype]
         library, self.level = load_library(element, folder), chosen_level()
-        self.dtype, self.splits = dtype, splits
-        self.profile = replace(profile, flat_rows=static_flat_rows(element, self.level))
+        self.dtype, self.profile, self.splits = dtype, profile, splits
         self.shapes: set[tuple[int, int]] = set()  # of weights of the linear layers made so far
         self.products = Products.of(library, element)
         self._norm, self._norm_args = library[f"norm_{element}"], NormArgs()

@@ -19,7 +19,7 @@ import torch
 from baton.engine.batch import Batch
 from baton.engine.kernels.base import Linear
 from baton.engine.kernels.cpu.attention import CompiledAttention
-from baton.engine.kernels.cpu.kernel_choice import FLAT_ROWS, UNIFIED, Choice, Profile, static_choice
+from baton.engine.kernels.cpu.kernel_choice import UNIFIED, Choice, Profile, static_choice
 from baton.engine.kernels.cpu.ops import CompiledLinear, CpuKernels
 from baton.engine.kernels.torch_reference import TorchLinear
 
@@ -63,13 +63,13 @@ def measure_linear(kernels: CpuKernels, width: int, k: int, rows: Iterable[int] 
     return points
 
 
-def best_choice(points: Sequence[Point], flat_rows: int = FLAT_ROWS) -> Choice:
+def best_choice(points: Sequence[Point]) -> Choice:
     """Return the choice with the least sum of log times, robust to outliers, or the static one if within noise."""
 
     def cost(choice: Choice) -> float:
         return sum(math.log(point.seconds(choice)) for point in points)
 
-    static = static_choice(points[0].k, flat_rows)
+    static = static_choice(points[0].k)
     best = min((Choice(most, tall) for tall in (True, False) for most in (0, *(p.rows for p in points))), key=cost)
     return best if cost(best) + math.log(NOISE) < cost(static) else static
 
@@ -89,10 +89,10 @@ def measure_attention(kernels: CpuKernels, heads: int, kv_heads: int, dim: int, 
     return alternate([partial(attend, query, cache[0], cache[1], out) for attend in bound])
 
 
-def make_profile(points: Sequence[Point], attention: Sequence[float] | None, flat_rows: int = FLAT_ROWS) -> Profile:
+def make_profile(points: Sequence[Point], attention: Sequence[float] | None) -> Profile:
     """Return the best profile for the measured points."""
     shapes = {(p.width, p.k) for p in points}
-    choices = {shape: best_choice([p for p in points if (p.width, p.k) == shape], flat_rows) for shape in shapes}
+    choices = {shape: best_choice([p for p in points if (p.width, p.k) == shape]) for shape in shapes}
     faster = attention is not None and attention[1] * NOISE < attention[0]
     return Profile(choices, UNIFIED if faster else None)
 
