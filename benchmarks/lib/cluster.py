@@ -30,13 +30,28 @@ def cluster(name: str, *sets: str) -> Iterator[ClusterState]:
         ]
         up = [*baton, "up", "-c", "configs/no-ray.yaml", *options, "--detach"]
         subprocess.run(up, env=env, cwd=ROOT, check=True, stdout=sys.stderr)
-        try:
+        with _run_at_the_end([*baton, "down", "--name", name], env):
             state = StateFolder(name, Path(home)).read_state()
             if state is None:
                 raise RuntimeError("the cluster is gone")
             yield state
-        finally:
-            subprocess.run([*baton, "down", "--name", name], env=env, cwd=ROOT, check=True, stdout=sys.stderr)
+
+
+@contextlib.contextmanager
+def _run_at_the_end(command: list[str], env: dict[str, str]) -> Iterator[None]:
+    """Run `command` after the block, even if this process is killed in it: a child waits for the end of its input.
+    Raises CalledProcessError.
+    """
+    waiting = ["sh", "-c", 'cat > /dev/null; exec "$@"', "sh", *command]
+    child = subprocess.Popen(
+        waiting, env=env, cwd=ROOT, stdin=subprocess.PIPE, stdout=sys.stderr, start_new_session=True
+    )
+    try:
+        yield
+    finally:
+        child.communicate()
+        if child.returncode:
+            raise subprocess.CalledProcessError(child.returncode, command)
 
 
 @contextlib.contextmanager

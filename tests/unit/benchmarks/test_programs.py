@@ -87,6 +87,7 @@ FOLDERS = {
 
 @slow
 @program_run
+@pytest.mark.timeout(900)  # some start several clusters
 @pytest.mark.parametrize("program", RUNS)
 def test_a_program_measures_what_it_says(program: str, tmp_path: Path) -> None:
     options, least = RUNS[program]
