@@ -5,8 +5,8 @@
     python benchmarks/attention.py --before HEAD^ --level avx2      another git revision, in turns with this tree
 
 One thread. Caches of several layers take turns, so that KV comes from memory. Each measurement is a new process, and
-medians of the rounds count. *Equal* compares the bits of all outputs. With --cpu-time, other work on the machine
-matters less. The last line of stdout is one JSON object: the time before over the time now, for each case.
+medians of the rounds count. *Equal* compares the bits of all outputs. Other work on the machine matters less with
+--cpu-time. The last line of stdout is one JSON object: the time before over the time now, for each case.
 """
 
 from __future__ import annotations

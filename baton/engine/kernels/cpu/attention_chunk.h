@@ -16,9 +16,9 @@
 #define MOST_VECTORS 8
 #define VECTORS_OF(rows) ((rows) == 1 ? 8 : (rows) <= 3 ? 4 : 2)
 #endif
-/* Whether the rows of a KV head are so few that a copy of the chunk does not pay. With 16 registers, it pays for 5 and 6. */
+/* Whether the rows of a KV head are so few that a copy of the chunk does not pay. It pays for 5 and 6 if there are 16 registers. */
 #define ARE_FEW(rows) ((rows) <= 2 * DIRECT && (MOST_VECTORS == 4 || (rows) <= DIRECT || (rows) > ROWS_AT_ONCE))
-#define DIRECT 4 /* rows at once without a copy */
+#define DIRECT 4 /* rows of a tile without a copy */
 #define GROUPS_OF(rows) ((rows) == 1 ? 4 : (rows) <= 3 ? 2 : 1)
 #define SAFE 0x1p80f /* a total; it and its inverse are far from the limits of float32 */
 
