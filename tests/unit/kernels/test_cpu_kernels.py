@@ -51,6 +51,17 @@ def normal(dtype: torch.dtype, seed: int):
 CHOICES = pytest.mark.parametrize("choice", [FLAT, TALL], ids=["flat", "tall"])
 
 
+def test_rows_of_w_may_be_longer_than_a_piece(dtype, normal):
+    k = (1 << 17) + 1 if dtype is torch.bfloat16 else (1 << 16) + 1
+    weight, x, before = normal(8, k), normal(1, k), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = CpuKernels(dtype, Profile(static=FLAT)).linear(weight)(x, torch.empty(1, 8, dtype=dtype))
+    finally:
+        torch.set_num_threads(before)
+    close(found, x.float() @ weight.float().T, dtype, scale=100)
+
+
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("k", [1, 31, 32, 33, 100, 2048, 2049, 5632])
 @CHOICES
@@ -242,6 +253,45 @@ def test_one_attention_serves_batch_after_batch(kernels, dtype, seed):
         made(batch, BLOCK, None, 0.2)(query, keys, values, out)
         expected = PagedAttention(batch, BLOCK, None, 0.2)(query, keys, values, out.clone())
         close(out, expected, dtype, scale=2)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (3, 1), (5, 1), (7, 1), (16, 2), (9, 1)])
+@pytest.mark.parametrize("window", [None, 100])
+def test_attention_of_a_fixed_batch_has_the_same_bits_for_any_number_of_new_tokens(
+    kernels, seed, heads, kv_heads, window
+):
+    """Few rows of a KV head are read without a copy of the chunk, and many with one."""
+    for dim, value_dim in ((64, 64), (80, 48)):
+        made = paged(
+            seed,
+            [(40, 230)],
+            heads=heads,
+            kv_heads=kv_heads,
+            dim=dim,
+            value_dim=value_dim,
+            block=BLOCK,
+            dtype=kernels.dtype,
+        )
+        rows = []
+        for first, new in ((0, 40), (39, 1), (38, 2), (21, 3), (5, 7)):
+            batch = batch_over(made.batch.block_tables, [new], [190 + first + new], fixed=True)
+            query, out = made.query[first : first + new], torch.empty(new, heads * value_dim, dtype=kernels.dtype)
+            rows.append((kernels.attention(batch, BLOCK, window, 0.1)(query, made.keys, made.values, out), first, new))
+        whole = rows[0][0]
+        assert all(torch.equal(part, whole[first : first + new]) for part, first, new in rows)
+
+
+def test_larger_values_in_the_same_batch_get_larger_scratch(kernels, dtype, seed):
+    element = ELEMENTS[dtype]
+    attend_once = CompiledAttention(kernels.library, element, None, None, splits=8)
+    for value_dim in (16, 512):
+        batch, query, keys, values = case(seed, [(1, 600)], 4, 1, 32, value_dim, dtype)
+        if value_dim == 16:
+            attend_once.bind(batch, BLOCK, 0.2)
+        out = torch.empty(1, 4 * value_dim, dtype=dtype)
+        attend_once(query, keys, values, out)
+        assert attend_once._partials.numel() >= 8 * 4 * (value_dim + 2)
+        close(out, PagedAttention(batch, BLOCK, None, 0.2)(query, keys, values, out.clone()), dtype, scale=2)
 
 
 @pytest.mark.parametrize("tall", [False, True])

@@ -29,7 +29,7 @@ FAMILIES = {
     **{name: DENSE[name] for name in ("llama", "llama-one-kv-head", "mistral", "mistral-window-1", "qwen3")},
     "llama-wide-heads": Variant("llama", {"head_dim": 128, "num_key_value_heads": 1}),
     "llama-gelu": Variant("llama", {"head_dim": 16, "hidden_act": "gelu"}),
-    "mistral-window-100": Variant("mistral", {"sliding_window": 100}),
+    "mistral-window-100": Variant("mistral", {"sliding_window": 100, "head_dim": 16}),
     "qwen3-window": DENSE["qwen3-layer-types"],
     **{name: SPARSE[name] for name in ("mixtral", "qwen3_moe-many")},
     **{name: LATENT[name] for name in ("v2", "v3", "v32")},

@@ -78,7 +78,7 @@ class CompiledAttention:
         self._workspaces = torch.empty(0, dtype=torch.uint8)
         self._batch: Batch
         self._fallback: Attention | None = None
-        self._planned: tuple[int, int] | None = None  # heads and KV heads of the current tasks
+        self._planned: tuple[int, ...] | None = None  # heads, KV heads, value size and threads of the current tasks
         self.fallbacks = 0
 
     def bind(self, batch: Batch, block_size: int, scale: float) -> CompiledAttention:
@@ -96,7 +96,7 @@ class CompiledAttention:
             if self._fallback is None:
                 self._fallback = torch_attention(self._batch, args.block_size, self._window, args.scale)
             return self._fallback(query, keys, values, out)
-        if self._planned != (heads, keys.shape[2]):
+        if self._planned != (heads, keys.shape[2], value_dim, threads):
             self._plan(heads, keys.shape[2], value_dim, threads)
         args.query, args.keys, args.values, args.out = (t.data_ptr() for t in (query, keys, values, out))
         args.heads, args.kv_heads, args.dim, args.value_dim = heads, keys.shape[2], dim, value_dim
@@ -119,7 +119,7 @@ class CompiledAttention:
             if count >= 0:
                 break
             self._tasks = torch.empty(2 * len(self._tasks), TASK_INTS, dtype=torch.int32)
-        self._planned, self._joins = (heads, kv_heads), partials.value
+        self._planned, self._joins = (heads, kv_heads, value_dim, threads), partials.value
         if self._partials.numel() < partials.value * (value_dim + 2):
             self._partials = torch.empty(partials.value * (value_dim + 2))
         if self._workspaces.numel() < threads * self._workspace_bytes:

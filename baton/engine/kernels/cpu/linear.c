@@ -146,7 +146,7 @@ INLINE void add_step(V (*acc)[ACC], const flat_x *x, long sx, const char *w, lon
     if (mr > nr) {
 #pragma GCC unroll 2
         for (int h = 0; h < halves; h++) {
-            VI wv[NR];
+            VI wv[ACC];
 #pragma GCC unroll 8
             for (int j = 0; j < nr; j++) wv[j] = in_register(half(vi_load(w + j * sw), h, wide));
 #pragma GCC unroll 8
@@ -428,7 +428,8 @@ static void flat(const linear_args *a, int threads) {
     const long most = MAX(MR, MIN(MAX_PANEL, PANEL_BYTES / (long)(a->k * sizeof(flat_x)) / MR * MR));
     const long panels = (a->rows + most - 1) / most;
     const long even = (a->n + threads - 1) / threads, row = a->k * sizeof(elem);
-    const long piece = threads > 1 ? (MIN(even, MAX(PIECE_BYTES / row, even / 16)) + PIECE_ROWS - 1) / PIECE_ROWS * PIECE_ROWS : a->n;
+    const long some = MAX(1, MIN(even, MAX(PIECE_BYTES / row, even / 16))); /* a row may exceed PIECE_BYTES */
+    const long piece = threads > 1 ? (some + PIECE_ROWS - 1) / PIECE_ROWS * PIECE_ROWS : a->n;
     const long pieces = (a->n + piece - 1) / piece;
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (threads > 1)
     for (long i = 0; i < pieces; i++) {
