@@ -61,6 +61,7 @@ _NAMED_SCHEMAS = frozenset({"properties", "patternProperties"})
 _PATTERN_KEYS = frozenset({"pattern", "format"})
 _IN_SLASHES = re.compile(r"\\.|[/\n]", re.DOTALL)
 _BASE_KEYS = frozenset({"$id", "id"})  # with these, references do not start at the root
+_Patterns = Callable[[dict[str, Any]], set[str]]  # of one schema, without those in it
 
 
 class Guide:
@@ -191,9 +192,7 @@ def _grammar(constraint: Constraint) -> str:
         raise constraint.refused("must be a JSON object")
     if _common_multiple(schema) > MAX_SCHEMA_MULTIPLE:
         raise constraint.refused(f"multipleOf: their least common multiple must be at most {MAX_SCHEMA_MULTIPLE}")
-    _check_patterns(constraint, schema)
-    if (found := _name_patterns(schema)) > MAX_NAME_PATTERNS:
-        raise constraint.refused(f"patternProperties: at most {MAX_NAME_PATTERNS} of one object, got {found}")
+    _check_merged(constraint, schema)
     try:
         return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": _WHITESPACE})
     except ValueError as error:
@@ -237,7 +236,8 @@ def _after_free_text(constraint: Constraint, marks: Mapping[str, int | None]) ->
     elif constraint.kind == "grammar":
         answer = f"%lark {{\n{_lark(constraint)}\n}}"
     elif constraint.kind == "regex":
-        answer = f"/{_IN_SLASHES.sub(_in_slashes, constraint.texts[0])}/"
+        escaped = {"/": r"\/", "\n": r"\n"}
+        answer = f"/{_IN_SLASHES.sub(lambda part: escaped.get(part[0], part[0]), constraint.texts[0])}/"
     else:
         schema = json.loads(constraint.texts[0])
         given = schema.get("x-guidance")
@@ -246,22 +246,12 @@ def _after_free_text(constraint: Constraint, marks: Mapping[str, int | None]) ->
     return "\n".join([*lines, f"answer: {answer}"])
 
 
-def _in_slashes(found: re.Match[str]) -> str:
-    return {"/": r"\/", "\n": r"\n"}.get(found[0], found[0])
-
-
 def _items(schema: object) -> Iterator[object]:
     """Yield `schema` and all objects, lists and values in it."""
     todo = [schema]
     while todo:
         yield (item := todo.pop())
         todo += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
-
-
-def _name_patterns(schema: object) -> int:
-    """Return the largest number of `patternProperties` of one object. Many take long to compile."""
-    found = (item.get("patternProperties") for item in _items(schema) if isinstance(item, dict))
-    return max((len(value) for value in found if isinstance(value, dict)), default=0)
 
 
 def _common_multiple(schema: object) -> int:
@@ -277,36 +267,51 @@ def _common_multiple(schema: object) -> int:
     return lcm(*(int(value.scaleb(-min([0, *places]))) for value in found))
 
 
-def _check_patterns(constraint: Constraint, schema: dict[str, Any]) -> None:
-    """Limit patterns that apply to one text: llguidance has no limit, and its time doubles with each."""
-    try:
-        found = _patterns_of_one_text(schema)
-    except RecursionError:
-        raise constraint.refused("recursion limit exceeded: its nesting or its references are too deep") from None
-    if found > MAX_SCHEMA_PATTERNS:
-        raise constraint.refused(f"pattern, format: at most {MAX_SCHEMA_PATTERNS} together for one string, got {found}")
+def _check_merged(constraint: Constraint, schema: dict[str, Any]) -> None:
+    """Limit patterns that apply to one value: llguidance has no limit, and its time rises steeply with each."""
+    for patterns, most, text in (
+        (_text_patterns, MAX_SCHEMA_PATTERNS, "pattern, format: at most {} together for one string"),
+        (_name_patterns, MAX_NAME_PATTERNS, "patternProperties: at most {} together for one object"),
+    ):
+        try:
+            found = _of_one_value(schema, patterns, most)
+        except RecursionError:
+            reason = "recursion limit exceeded: its nesting or its references are too deep"
+            raise constraint.refused(reason) from None
+        if found > most:
+            raise constraint.refused(f"{text.format(most)}, got {found}")
 
 
-def _patterns_of_one_text(schema: dict[str, Any]) -> int:
-    """Return how many patterns and formats a text must match at most; all of them if references may not resolve."""
-    found, plain = set[tuple[str, str]](), True
-    for item in _items(schema):
-        strings = {} if not isinstance(item, dict) else {k: v for k, v in item.items() if isinstance(v, str)}
-        found |= {(name, strings[name]) for name in _PATTERN_KEYS & strings.keys()}
-        plain = plain and (item is schema or not _BASE_KEYS & strings.keys())
-        plain = plain and (strings.get("$ref", "#") == "#" or strings["$ref"].startswith("#/"))
-    return _patterns(schema, schema, {}) if plain and len(found) > MAX_SCHEMA_PATTERNS else len(found)
+def _text_patterns(node: dict[str, Any]) -> set[str]:
+    return {f"{name} {node[name]}" for name in _PATTERN_KEYS if isinstance(node.get(name), str)}
 
 
-def _patterns(node: object, root: object, known: dict[str, int]) -> int:
+def _name_patterns(node: dict[str, Any]) -> set[str]:
+    return set(named) if isinstance(named := node.get("patternProperties"), dict) else set()
+
+
+def _of_one_value(schema: dict[str, Any], patterns: _Patterns, most: int) -> int:
+    """Return a bound for how many `patterns` apply to one value: all of them if these are at most `most`, or if
+    references may not resolve.
+    """
+    nodes = [item for item in _items(schema) if isinstance(item, dict)]
+    found = set[str]().union(*map(patterns, nodes))
+    plain = all(
+        (node is schema or not any(isinstance(node.get(key), str) for key in _BASE_KEYS))
+        and (not isinstance(reference := node.get("$ref"), str) or reference == "#" or reference.startswith("#/"))
+        for node in nodes
+    )
+    return _sum(schema, schema, patterns, {}) if plain and len(found) > most else len(found)
+
+
+def _sum(node: object, root: object, patterns: _Patterns, known: dict[str, int]) -> int:
     """Return that bound for `node`. `known` caches the results for references."""
     if not isinstance(node, dict):
         return 0
-    found = sum(isinstance(node.get(name), str) for name in _PATTERN_KEYS)
-    found += _patterns_behind(node.get("$ref"), root, known)
+    found = len(patterns(node)) + _behind(node.get("$ref"), root, patterns, known)
     for name, value in node.items():
         if name not in _NO_SCHEMAS:
-            each = [_patterns(part, root, known) for part in _parts(name, value)]
+            each = [_sum(part, root, patterns, known) for part in _parts(name, value)]
             found += sum(each) if name == "allOf" else max(each, default=0)
     return found
 
@@ -317,13 +322,13 @@ def _parts(name: str, value: object) -> Iterable[object]:
     return value if isinstance(value, list) else ()
 
 
-def _patterns_behind(reference: object, root: object, known: dict[str, int]) -> int:
+def _behind(reference: object, root: object, patterns: _Patterns, known: dict[str, int]) -> int:
     """Return the bound for the target of `reference`; 0 for a cycle, because the outer visit counts it."""
     if not isinstance(reference, str):
         return 0
     if reference not in known:
         known[reference] = 0
-        known[reference] = _patterns(_target(reference, root), root, known)
+        known[reference] = _sum(_target(reference, root), root, patterns, known)
     return known[reference]
 
 

@@ -65,10 +65,11 @@ class Moves:
     def offer(self, handoff: HandoffId, spec: SequenceSpec, last: Token | None, session: Owner, ahead: int) -> int:
         """Stop a running sequence, now or after `ahead` more tokens at most, and keep its KV. `last` is its last
         delivered token. Returns the number of tokens whose KV moves. Returns 0, and the sequence runs on, if there is
-        no such token or the KV before it is not final.
+        no such token, the KV before it is not final, or its router is lost, so that none could ask for the KV.
         """
         ahead = 0 if spec.deterministic else ahead  # its tokens come in windows, which may pass the stop
-        halted = self._engine.halt(handoff, ahead) if self._pusher is not None and last is not None else None
+        movable = self._pusher is not None and last is not None and session.router_id
+        halted = self._engine.halt(handoff, ahead) if movable else None
         if halted is None or last is None:
             return 0
         tokens, blocks = halted

@@ -252,7 +252,7 @@ class PeerService(PeerServicer):
         except (TimeoutError, StopAsyncIteration):
             raise FrameRefused("no hello") from None
         sender, transport = _check_hello(self._end, hello)
-        older = [session for session in self._sessions if session.sender.incarnation == sender.incarnation]
+        older = [session for session in self._sessions if session.sender == sender]
         if older and hello.generation <= older[-1].generation:
             raise StaleAttempt(f"generation {hello.generation} of {sender} is over")
         for session in older:

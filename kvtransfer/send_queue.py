@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from baton.core import HandoffId, LeftOut
+from baton.core import HandoffId, LeftOut, WorkerRef
 from baton.engine.kv_cache import KVCache, Mark
 from baton.errors import BatonError, ChannelBroken, HandoffError, StaleAttempt
 from baton.rpc import convert
@@ -283,18 +283,20 @@ class SendQueue:
     def mark_of(self, push: Push, frame: FrameSpec) -> Mark | None:
         """Return the mark after which the KV of `frame` is written. None on a CPU, or if the push was withdrawn."""
         with self._changed:
-            found = (one for one in push.marks if one.layers >= frame.layer_end and one.end >= frame.end)
-            return next((one.mark for one in found), None)
+            return _mark_of(push, frame)
 
     @contextmanager
-    def reading(self, push: Push, frame: FrameSpec) -> Iterator[Sequence[int]]:
-        """Yield the blocks that may be read for `frame`; none if the push has ended or was withdrawn."""
+    def reading(self, push: Push, frame: FrameSpec) -> Iterator[tuple[Sequence[int], Mark | None]]:
+        """Yield the blocks that may be read for `frame`, none if the push has ended or was withdrawn, and the mark
+        after which their KV is written. A withdrawal waits for the end of the block.
+        """
         with self._changed:
             push.reading = push in self._pushes.values() and push.progress.offers(frame)
             blocks = push.blocks if push.reading else ()
+            mark = _mark_of(push, frame)
             self._reads = push.job.handoff
         try:
-            yield blocks
+            yield blocks, mark
         finally:
             with self._changed:
                 push.reading, self._reads = False, None
@@ -479,3 +481,17 @@ class SendQueue:
 
     def _late(self, what: str) -> ChannelBroken:
         return ChannelBroken(f"{self._title}: no {what} within {self._deadline_s} s")
+
+
+@contextmanager
+def opening(to: WorkerRef) -> Iterator[None]:
+    """Raise ChannelBroken if there are no more threads or files, so that the engine goes on."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        raise ChannelBroken(f"no channel to {to} can be opened: {error}") from error
+
+
+def _mark_of(push: Push, frame: FrameSpec) -> Mark | None:
+    found = (one for one in push.marks if one.layers >= frame.layer_end and one.end >= frame.end)
+    return next((one.mark for one in found), None)

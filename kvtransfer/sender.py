@@ -32,7 +32,7 @@ from baton.rpc.v1.peer_pb2_grpc import PeerStub
 from kvtransfer import wire
 from kvtransfer.frames import FrameSpec, KVDigest, wire_digest
 from kvtransfer.handoff import PushEnd, PushJob, PushResult, Reports, TransferSettings
-from kvtransfer.send_queue import Push, SendQueue
+from kvtransfer.send_queue import Push, SendQueue, opening
 from kvtransfer.transports.base import ChannelEnd, ChannelName, Choice, Endpoint, KeyRelay, Ring, Side, better_than
 
 log = structlog.get_logger()
@@ -128,7 +128,7 @@ class Sender:
 
     def begin(self, job: PushJob) -> None:
         """Start a push without waiting: channel and offer are set up while the prompt is computed. Raises ValueError if
-        the job is inconsistent or already under way, ChannelBroken after `close`; then `on_done` is not called.
+        the job is inconsistent or already under way, ChannelBroken after `close` or without threads; no `on_done` then.
         """
         if not 0 <= job.skip < job.known_tokens:
             raise ValueError(f"push {job.handoff}: {job.skip} of {job.known_tokens} positions are skipped")
@@ -185,7 +185,8 @@ class Sender:
                 self._retire_idle()
                 generation = next(self._generations)
                 end = replace(self._end, choice=self._choice(job.to))
-                self._channels.append(SendChannel(end, self._connect, job, generation, self._callbacks))
+                with opening(job.to):
+                    self._channels.append(SendChannel(end, self._connect, job, generation, self._callbacks))
                 return True
             self._channels.remove(channel)
             self._channels.append(channel)
@@ -339,10 +340,10 @@ class SendChannel:
     def _fill(self, channel: ChannelEnd, push: Push, frame: FrameSpec) -> bool:
         """Read the frame's KV into the next slot. Return False if the push has ended or was withdrawn."""
         started, data = time.monotonic(), channel.slot(self.queue.window.number)[: frame.nbytes]
-        with self.queue.reading(push, frame) as blocks:
+        with self.queue.reading(push, frame) as (blocks, mark):
             if not blocks:
                 return False
-            if mark := self.queue.mark_of(push, frame):
+            if mark is not None:
                 mark.wait()
             self._end.kv.gather(frame.layers, blocks, frame.begin, frame.end, data)
             push.digests.append(wire_digest(data))  # on a GPU, this also waits until the blocks have been read
@@ -360,7 +361,7 @@ class SendChannel:
         if mark := self.queue.mark_of(push, frame):
             mark.synchronize()
         if self._end.settings.verify_frames:
-            with self.queue.reading(push, frame) as blocks:
+            with self.queue.reading(push, frame) as (blocks, _):
                 if not blocks:
                     return
                 digest = wire_digest(self._end.kv.copied(frame.layers, blocks, frame.begin, frame.end))

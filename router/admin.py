@@ -96,7 +96,7 @@ class Admin(AdminServicer):
             plan = max(control.plan, await state.plan() or control.plan, key=lambda one: one.number)
             if wanted is None:
                 plan = replace(plan, generation=plan.generation + 1)
-                following = next_plan(plan, {}, "operator", "all workers are to be replaced")
+                following = next_plan(plan, {}, plan.by, "all workers are to be replaced")
             else:
                 sizes = _sizes(wanted, self._context.settings.scale)
                 following = next_plan(plan, sizes, "operator", "requested by an operator")

@@ -151,7 +151,7 @@ def build_context(
     metrics.watch_channels(pool.channels)
     metrics.watch_verifying(pool.loads)
     metrics.watch_promises(promises.outcomes, promises.margins.bins)
-    metrics.watch_queue(lambda: admission.waiting, lambda: admission.waiting_tokens)
+    metrics.watch_queue(lambda: admission.queued, lambda: admission.queued_tokens)
     exporter = _exporter(settings)
     traces = Traces(settings.traces, settings.trace_sample, clock, exporter.put if exporter else None)
     slo = settings.slo_ttft_s, settings.slo_itl_s

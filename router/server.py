@@ -88,13 +88,14 @@ def current_demand(context: RouterContext, metrics_at: str) -> RouterReport:
     """Return the current load of the workers, the queue and the requests. `metrics_at` is the metrics' address."""
     report, queue = context.pool.expected(), context.admission
     running, outcomes = len(context.running), context.sinks.outcomes
+    queue_s = max(queue.wait_s, queue.longest_s)
     return report.model_copy(
         update={
-            "queued": queue.waiting,
-            "queued_tokens": queue.waiting_tokens,
-            "oldest_s": queue.oldest_s,
-            "queue_s": queue.wait_s,
-            "ttft_s": report.ttft_s and report.ttft_s + queue.wait_s,
+            "queued": queue.queued,
+            "queued_tokens": queue.queued_tokens,
+            "oldest_s": queue.longest_s,
+            "queue_s": queue_s,
+            "ttft_s": report.ttft_s and report.ttft_s + queue_s,
             "running": running,
             "arrived": running + sum(outcomes[outcome] for outcome in ENDINGS),
             "refused": outcomes["refused"],

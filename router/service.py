@@ -95,7 +95,7 @@ class Inference(InferenceServicer):
             completed.ClearField("spans")  # the client has received them, and only it gets a receipt
             completed.ClearField("receipt")
             call.observer.ended(request, None, **_facts(completed))
-            if _has_key(context, KEEPS):
+            if any(key == KEEPS for key, _ in context.invocation_metadata() or ()):
                 await self._running.keep(call)
         finally:
             call.release()
@@ -111,9 +111,10 @@ class Inference(InferenceServicer):
                 client.open(("baton-request-id", call.name), ("baton-resumable", "1"))
                 with self._concurrency.one_more(call.grant, lambda: call.reason is not None):
                     within_limits = partial(limited, message=request, grant=call.grant)
-                    most = self._dispatch.pool.max_model_len()
-                    parsed = await self._parser.parse(message, call.name, most, within_limits)
-                    return await serve_request(self._dispatch, ClientRequest(call, parsed), client)
+                    limits = self._settings.queue_max_wait_s, self._settings.queue_max_requests
+                    most = await self._dispatch.pool.length_for(request, *limits)
+                    parsed = ClientRequest(call, await self._parser.parse(message, call.name, most, within_limits))
+                    return await serve_request(self._dispatch, parsed, client)
         except TimeoutError:
             raise call.reason or errors.DeadlineExceeded(f"not finished within {call.within_s:.3g} s") from None
         finally:
@@ -180,10 +181,6 @@ def _facts(message: Message) -> dict[str, object]:
     """Return the fields that are set, by name. Counts of 64 bits stay numbers, unlike in protobuf's JSON."""
     fields = {field.name: value for field, value in message.ListFields()}
     return {name: _facts(value) if isinstance(value, Message) else value for name, value in fields.items()}
-
-
-def _has_key(context: Context, key: str) -> bool:
-    return any(found == key for found, _ in context.invocation_metadata() or ())
 
 
 def _trace_of(context: Context) -> TraceContext | None:

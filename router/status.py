@@ -87,6 +87,7 @@ class RouterStatus:
         settings, sinks, queue = self._context.settings, self._context.sinks, self._context.admission
         pool, running = self._context.pool, self._context.running
         ended = {outcome: sinks.outcomes[outcome] for outcome in ENDINGS}
+        links = sorted(pool.links, key=lambda link: link.info.ref.worker_id)
         return admin_pb2.StatusReply(
             name=settings.name,
             router_id=sinks.router_id,
@@ -94,15 +95,15 @@ class RouterStatus:
             model=settings.model,
             uptime_s=sinks.clock.monotonic() - self._started,
             running=len(running),
-            queued=queue.waiting,
-            queued_tokens=queue.waiting_tokens,
+            queued=queue.queued,
+            queued_tokens=queue.queued_tokens,
             drain_requests_per_s=queue.drain.requests_per_s,
             drain_tokens_per_s=queue.drain.tokens_per_s,
             accepted=sinks.outcomes["accepted"] + sum(call.observer.is_accepted for call in running),
             promises_kept=sinks.promises.outcomes["kept"],
             promises_broken=sinks.promises.broken,
             promises_refused=sinks.promises.outcomes["refused"],
-            workers=[_worker(link, pool.note(link)) for link in sorted(pool.links, key=_worker_id)],
+            workers=[_worker(link, pool.note(link)) for link in links],
             control=None if self.control is None else _report(self.control, sinks.clock.wall()),
             **ended,
         )
@@ -177,10 +178,6 @@ class RouterStatus:
                 self._decided = max(self._decided, one.at)
                 text = one.text.partition("\n")[0].rstrip(":")  # the last output of a process may follow
                 self._activity.happenings.add("decision", f"{one.kind}: {text}", at=one.at)
-
-
-def _worker_id(link: WorkerStream) -> str:
-    return link.info.ref.worker_id
 
 
 def plan_to_pb(plan: Plan) -> admin_pb2.Plan:

@@ -110,9 +110,10 @@ def _options(options: types.Options) -> inference.GenerateRequest:
 
 def _set(request: inference.GenerateRequest, name: str, value: Any) -> None:
     if name in _SAMPLING:
-        value = [value] if name == "stop" and isinstance(value, str) else value
+        value = [value] if name in {"stop", "bad_words"} and isinstance(value, str) else value
         request.sampling.MergeFrom(_field(common.Sampling, name, value, "sampling."))
     elif name == "choices":
+        value = [value] if isinstance(value, str) else value
         request.constraint.choices.MergeFrom(_field(inference.Choices, "texts", value, "constraint.choices."))
     elif name in _CONSTRAINT:
         if name == "json_schema" and isinstance(value, Mapping):

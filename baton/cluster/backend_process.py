@@ -96,6 +96,11 @@ class Child:
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     @property
+    def code(self) -> int | None:
+        """The exit code, or None before its end."""
+        return None if self._process is None else self._process.poll()
+
+    @property
     def starting(self) -> bool:
         """Whether it was started and has not reported readiness, as far as this was looked at."""
         return self._ready_fd is not None

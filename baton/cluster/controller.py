@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
@@ -23,7 +24,7 @@ from baton.cluster.worker_supervisor import DecisionLog, WorkerSupervisor
 from baton.config import ClusterConfig
 from baton.control_plane import Plan, Slot, pool_size
 from baton.core import Role, sizes_text
-from baton.errors import LedgerError
+from baton.errors import ConfigError, LedgerError
 from baton.ledger.control_state import ControlReport, ControlState
 from baton.ledger.registry import Ledger
 
@@ -240,6 +241,20 @@ class Controller:
             self._reported, self._reported_at = report, now
 
 
+async def check_alone(name: str, state: ControlState, wait_s: float = 3 * REPORT_S) -> None:
+    """Raise ConfigError if another controller of this name reports within `wait_s`. The report of a killed one stays
+    for a while, but does not change. Two controllers would replace each other's workers without end.
+    """
+    first = found = await state.control()
+    deadline = time.monotonic() + wait_s
+    while first is not None and found is not None and time.monotonic() < deadline:
+        if found.at != first.at:
+            text = f"another controller of cluster {name!r} runs on {found.host} with this Redis"
+            raise ConfigError(f"name: {text}; use another name, another Redis, or stop it")
+        await asyncio.sleep(LOOK_S / 10)
+        found = await state.control()
+
+
 class LocalControl:
     """A `Control` around a `Controller` in this process. Its event loop runs only within these calls."""
 
@@ -255,9 +270,12 @@ class LocalControl:
 
     async def _begin(self, redis_url: str) -> None:
         config, clock = self._config, SystemClock()
+        if self._ledger is not None:  # of a start that failed
+            await self._ledger.close()
         self._ledger = await Ledger.connect(redis_url, f"baton:{config.name}", config.ledger.lease_s, clock)
         control_state = ControlState(self._ledger.connection)
         controller = Controller(config, self._placement, self._ledger, control_state, clock, Autoscaler(config))
+        await check_alone(config.name, control_state)
         await controller.begin()
         await controller.poll()
         self._controller = controller

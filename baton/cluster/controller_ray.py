@@ -103,7 +103,7 @@ class ControllerActor:
         while not self._stop.is_set():
             try:
                 self._control.start(self._config.redis.url)
-            except LedgerError as error:
+            except (LedgerError, ConfigError) as error:  # no Redis, or another controller of this name
                 log.warning("controller_without_redis", error=str(error))
                 self._state = ControllerProgress(ready=False, workers=0, error=error)
                 self._stop.wait(RETRY_S)
@@ -172,10 +172,12 @@ class RemoteControl:
             self._end_child(DETACH_S)
         ending = Child(ProcessSpec("stop", [*self._command, "--stop"], self._log))
         try:
-            ending.start()
+            ending.start(logged=False)
+            ending.wait(grace_s + STOP_S)
+            if ending.code:
+                raise ending.failure()
         except BatonError as error:  # the child below must end all the same
             log.warning("controller_did_not_stop", error=str(error))
-        ending.wait(grace_s + STOP_S)
         if self._bound:  # last, because actors that are not detached end with the child
             self._end_child(grace_s)
 

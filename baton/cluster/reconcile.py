@@ -11,7 +11,7 @@ from baton.control_plane import MAX_TEXT, Plan, Slot, SlotState, pool_size
 from baton.core import Role, WorkerInfo
 from baton.ledger.control_state import WorkerCommand
 
-MAX_IN_A_ROW = 10  # consecutive deaths, each within STABLE_S of its start
+MAX_IN_A_ROW = 10  # consecutive deaths, each before it was ready for STABLE_S
 ROOM_S = 60.0  # a successor without a process after this time does not fit next to its predecessor
 
 
@@ -27,7 +27,9 @@ class WorkerState:
     unwanted: bool = False  # an operator wants it replaced
     leaving: bool = False  # it drains or is being ended, and will not be restarted
     ordered_at: float | None = None  # when its pending command was given
+    grace_s: float | None = None  # for its running work, if the order to drain had another one than the cluster file
     born: float = 0.0
+    ready_at: float | None = None
     in_a_row: int = 0
     retry_at: float | None = None  # it has ended, and is restarted at that time
     missing_since: float | None = None
@@ -60,6 +62,7 @@ class WorkerState:
         self.info = info if seen is not None and seen.state == "ready" else None
         if self.info is None:
             return
+        self.ready_at = now if self.ready_at is None else self.ready_at
         if not self.leaving:
             turned = self.info.role is self.role
             self.ordered_at = None if turned else now if self.ordered_at is None else self.ordered_at
@@ -72,7 +75,11 @@ class WorkerState:
 
     def adopt_command(self, order: WorkerCommand | None, now: float) -> None:
         """Adopt a command for its live incarnation, written by an operator (`wish`) or by an earlier controller."""
-        if order is None or self.info is None or self.leaving:
+        if order is None or self.info is None:
+            return
+        if order.drain and not order.wish:
+            self.grace_s = order.grace_s
+        if self.leaving:
             return
         if order.wish:
             self.unwanted, self.note = True, "will be replaced"
@@ -92,7 +99,10 @@ class WorkerState:
         if self.info is None or not (self.leaving or self.info.role is not self.role):
             return None
         return WorkerCommand(
-            incarnation=str(self.info.ref.incarnation), role=self.role, drain=self.leaving, grace_s=grace_s
+            incarnation=str(self.info.ref.incarnation),
+            role=self.role,
+            drain=self.leaving,
+            grace_s=grace_s if self.grace_s is None else self.grace_s,
         )
 
 

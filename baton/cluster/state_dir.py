@@ -148,13 +148,13 @@ class StateFolder:
 
     def bound_logs(self, most: int = LOG_BYTES) -> None:
         """Move a log of more than `most` bytes to FILE.log.1, replacing it, and truncate the log. It is not renamed,
-        because processes keep appending to the open file. Lines written during the copy may be lost.
+        because processes keep appending to the open file. Lines written during the copy may be lost, and all of a file
+        that the disk has no room for.
         """
         for file in self.logs.glob("*.log"):
             with suppress(OSError):  # a full disk must not end the cluster
                 if file.stat().st_size > most:
-                    shutil.copyfile(file, file.with_suffix(".log.1"))
-                    os.truncate(file, 0)
+                    _rotate(file, file.with_suffix(".log.1"))
 
     def release(self) -> None:
         """Unlock the name and remove the files that only a running cluster needs. The logs stay. Without the lock, the
@@ -245,3 +245,12 @@ def running_clusters(home: Path | None = None, *, strict: bool = False) -> list[
         with suppress(*() if strict else (PermissionError,)):
             states.append(StateFolder(name, folder).read_state())
     return [state for state in states if state is not None]
+
+
+def _rotate(file: Path, old: Path) -> None:
+    """Move the content of a log to `old`, or drop it if the disk has no room for it."""
+    try:
+        shutil.copyfile(file, old)
+    except OSError:
+        old.unlink(missing_ok=True)
+    os.truncate(file, 0)

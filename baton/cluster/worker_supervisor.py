@@ -45,7 +45,7 @@ class WorkerSupervisor:
     def start(self, unit: WorkerState, now: float) -> None:
         """Begin to start the worker's process. It must have none."""
         unit.born, unit.retry_at, unit.ordered_at, unit.missing_since, unit.killed = now, None, None, None, False
-        unit.seen, unit.info, unit.unwanted = None, None, False
+        unit.seen, unit.info, unit.unwanted, unit.ready_at = None, None, False, None
         self.units[unit.worker_id] = unit
         self._placement.start(unit.worker_id, unit.role)
 
@@ -85,8 +85,8 @@ class WorkerSupervisor:
             self.start(unit, now)
 
     def _died(self, unit: WorkerState, now: float) -> None:
-        unit.in_a_row = 1 if now - unit.born > STABLE_S else unit.in_a_row + 1
-        unit.info = None
+        stable = unit.ready_at is not None and now - unit.ready_at > STABLE_S
+        unit.in_a_row, unit.info = 1 if stable else unit.in_a_row + 1, None
         error = unit.seen.error if unit.seen else None
         why = unit.note if unit.killed else str(error or StartError("ended"))
         given_up = unit.in_a_row > MAX_IN_A_ROW

@@ -195,7 +195,8 @@ class PoolConfig(Section):
     def _within(self) -> PoolConfig:
         scale = self.autoscale
         if scale is not None and not scale.min <= self.replicas <= scale.max:
-            raise ValueError(f"replicas: must be from autoscale.min ({scale.min}) to autoscale.max ({scale.max})")
+            limits = f"autoscale.min ({scale.min}) to autoscale.max ({scale.max})"
+            raise ValueError(f"replicas: must be from {limits}, got {self.replicas}")
         return self
 
     @property
@@ -531,7 +532,12 @@ class ClusterConfig(Section):
     @model_validator(mode="after")
     def _pools_fit(self) -> ClusterConfig:
         if self.ledger.heartbeat_s * 3 > self.ledger.lease_s:
-            raise ValueError("ledger.lease_s: must be at least three times ledger.heartbeat_s")
+            least = f"three times ledger.heartbeat_s ({self.ledger.heartbeat_s:g})"
+            raise ValueError(f"ledger.lease_s: must be at least {least}, got {self.ledger.lease_s:g}")
+        pools = {"ray": self.ray.node_labels, "prefill": self.prefill.node_labels, "decode": self.decode.node_labels}
+        if self.ray.address in {"local", "none"} and (labelled := [name for name, found in pools.items() if found]):
+            text = f"is only allowed if ray.address is that of a Ray cluster, got {self.ray.address}"
+            raise ValueError(f"{labelled[0]}.node_labels: {text}")
         if not (self.prefill.replicas or self.mode == "colocated"):
             raise ValueError("prefill.replicas: must be greater than 0 unless mode is colocated, got 0")
         if self.mode == "colocated" and (both := self.prefill.replicas + self.decode.replicas) > MOST_WORKERS:

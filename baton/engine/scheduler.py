@@ -142,7 +142,8 @@ class Scheduler:
             sequence = self.running[index]
             pending = sequence.known - sequence.computed
             decodes -= pending == 1
-            share, own = min(sequence.most, max(budget - decodes, index == 0)), sequence.own_forwards
+            own, least = sequence.own_forwards, int(pending == 1 or index == 0)
+            share = min(sequence.most, max(budget - decodes, least))
             index += 1
             if own and (id(sequence) in in_pass or not sequence.ordinary):
                 self._grow(plan, sequence, pending, index)  # the next verify pass writes up to there

@@ -17,13 +17,12 @@ from baton.receipts.form import Receipt
 CONFIG_KEY = "security.receipt_key"
 MAKE = "openssl genpkey -algorithm ed25519 -out FILE"
 _PUBLIC = re.compile(rb"-----BEGIN PUBLIC KEY-----.*?-----END PUBLIC KEY-----", re.DOTALL)
-_FORMAT = serialization.PublicFormat
 _SHOWN = 64  # characters of a wrong name of a key
 
 
 def key_name(key: Ed25519PublicKey) -> str:
     """Return the name of a key in receipts: the first 16 hex digits of the SHA-256 of its 32 bytes."""
-    raw = key.public_bytes(serialization.Encoding.Raw, _FORMAT.Raw)
+    raw = key.public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
     return f"ed25519:{sha256(raw).hexdigest()[:16]}"
 
 
@@ -59,11 +58,6 @@ class ReceiptKey:
 
     def public(self) -> PublicKeys:
         return PublicKeys([self._key.public_key()])
-
-    def public_pem(self) -> str:
-        """Return the public key as PEM, for readers of receipts."""
-        encoded = self._key.public_key().public_bytes(serialization.Encoding.PEM, _FORMAT.SubjectPublicKeyInfo)
-        return encoded.decode()
 
 
 class PublicKeys:

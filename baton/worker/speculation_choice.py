@@ -48,7 +48,7 @@ def speculation_of(
         return None
     if found is None:
         log.warning("speculation_rounds", rows=ROUNDING_ROWS)
-        found = EqualRows(min(ROUNDING_ROWS, settings.max_batched_tokens), fixed=False)
+        found = EqualRows(min(ROUNDING_ROWS, settings.max_batched_tokens), fixed=False, deterministic=False)
     drafter = drafter_of(settings, backend, load)
     log.info("speculation_on", drafter=drafter.name, rows=found.rows, fixed=found.fixed)
     exact_rows = shapes.exact_rows if shapes else 0

@@ -63,8 +63,9 @@ def work_of(flight: Flight, cached: float) -> tuple[float, float]:
     return new, new * (cached + (new + 1.0) * 0.5)
 
 
-def _work_on(seat: Seat, flight: Flight) -> tuple[float, float]:
-    return work_of(flight, flight.cached.get(seat.ref, 0.0))
+def _ranked(flights: Iterable[Flight]) -> list[Flight]:
+    """Return the order of a prefill worker. It also ages prompts, but slower than they are computed."""
+    return sorted(flights, key=lambda flight: -flight.priority)
 
 
 class PrefillQueue:
@@ -84,7 +85,7 @@ class PrefillQueue:
         return sum(flight.work[0] for queue in (self._running, self._waiting) for flight in queue)
 
     def put(self, flight: Flight, now: float) -> None:
-        self._waiting[flight] = None
+        self._waiting = dict.fromkeys(_ranked((*self._waiting, flight)))
         self._step(now)
 
     def remove(self, flight: Flight, now: float) -> None:
@@ -125,14 +126,13 @@ class PrefillQueue:
         return self._seconds(facts, [Flight(0, 0, work=work)])
 
     def finishes(self, facts: Facts[float], now: float, more: Sequence[Flight] = ()) -> dict[Flight, float]:
-        """Return when each prompt would have its first token, with `more` behind or, if urgent, in front."""
+        """Return when each prompt would have its first token, with `more` behind those of their priority."""
         at = now
         if self._running:
             at = max(self._began + self._seconds(facts, self._running), now)
         found = dict.fromkeys(self._running, at)
         at += max(facts.backlog - self.tokens, 0.0) * facts.queued_s  # of other routers
-        first = [flight for flight in more if flight.urgent]
-        for group in self._groups([*first, *self._waiting, *(flight for flight in more if not flight.urgent)]):
+        for group in self._groups(_ranked((*self._waiting, *more))):
             at += self._seconds(facts, group)
             found |= dict.fromkeys(group, at)
         return found
@@ -154,7 +154,7 @@ class DecodeBatch:
 
     def __init__(self, seat: Seat, flights: Iterable[Flight] = ()) -> None:
         facts = self._facts = seat.facts
-        self._block_size, self._rows = seat.block_size, seat.rows
+        self._block_size, self._rows, self.move_s = seat.block_size, seat.rows, seat.move_s
         self.left = {one: one.left for one in flights}  # read once, because a simulation counts it at each read
         self._limits: dict[Flight, float] = {}
         self._foreign = max(facts.requests - len(self.left), 0.0)
@@ -263,6 +263,7 @@ def fits(batch: DecodeBatch, flight: Flight, margins: Margins, now: float, *, ow
     everything.
     """
     given = own and flight.promise.given
+    flight.move_s = flight.prompt * batch.move_s
     if given and not batch.has_room(flight):
         return False
     limit_s = batch.limit_s(margins, now)
@@ -306,7 +307,7 @@ class Plan:
         if first == math.inf:
             return Forecast(start, first, math.inf)
         seat = self._prefills[place]
-        flight.work = _work_on(seat, flight)  # the last offer has set another one
+        flight.work = work_of(flight, flight.cached.get(seat.ref, 0.0))  # the last offer has set another one
         if start > self._now or self._free.get(seat.ref, 0.0) > self._now:
             self._free[seat.ref] = first
         else:
@@ -315,7 +316,7 @@ class Plan:
 
     def _first(self, seat: Seat, flight: Flight, start: float, reserved: float) -> float:
         """Return when a prefill worker would compute the first token of `flight`, or inf if that broke a promise."""
-        flight.work = _work_on(seat, flight)
+        flight.work = work_of(flight, flight.cached.get(seat.ref, 0.0))
         queue, sent = self._queues(seat.ref), self._sent[seat.ref]
         if start <= self._now and seat.ref not in self._free:
             found = queue.finishes(seat.facts, self._now, [*sent, flight])

@@ -17,7 +17,7 @@ from typing import Any
 
 from baton.clock import Clock
 from baton.core import WorkerRef
-from baton.errors import PromiseRefused
+from baton.errors import InvalidRequest, PromiseRefused
 from baton.metrics.base import PROMISES
 from router.admission.admission import Admission, Ticket
 from router.admission.forecast import DecodeBatch, Forecast, Margins, Plan, PrefillQueue, fits, work_of
@@ -57,6 +57,7 @@ class Promises:
         self.margins = Margins()
         self.outcomes: Counter[str] = Counter(dict.fromkeys(PROMISES, 0))
         self.lane: list[_Waiting] = []  # by deadline
+        self.is_able: Callable[[Any], bool] = lambda _: True  # whether a connected worker can compute a request
         self._outlook, self._place, self._seats_of = outlook, place, seats_of
         self._clock, self._chunk = clock, chunk
         self._queues: defaultdict[WorkerRef, PrefillQueue] = defaultdict(partial(PrefillQueue, chunk))
@@ -108,7 +109,7 @@ class Promises:
         self, prefills: Sequence[Seat], decodes: Sequence[Seat], flight: Flight | None, now: float
     ) -> dict[Flight, Forecast]:
         """Return the forecasts of all waiting promises, and of `flight` among them, by deadline."""
-        waiting = [one.flight for one in self.lane]
+        waiting = [one.flight for one in self.lane if self.is_able(one.requirements)]
         waiting += [flight] if flight is not None else []
         return self._plan(prefills, decodes, waiting, now)
 
@@ -190,7 +191,7 @@ class Promises:
         sources = self._keep_prompts(flight, prefills, now, own=not free)
         if not good or (prefills and not sources):
             return None
-        ahead = [one.flight for one in self.lane]
+        ahead = [one.flight for one in self.lane if one.flight is flight or self.is_able(one.requirements)]
         if flight in ahead:  # only promises with an earlier deadline are more urgent
             ahead = ahead[: ahead.index(flight)]
         if ahead:
@@ -244,6 +245,7 @@ class Promises:
     ) -> dict[Flight, Forecast]:
         """Return a plan with `flight` on these workers."""
         self._placed[target.ref][flight] = None
+        flight.move_s = flight.prompt * target.move_s
         if source is not None:
             flight.work = work_of(flight, source.cached)
             self._queues[source.ref].put(flight, now)
@@ -311,10 +313,10 @@ class Promises:
             self.margins.itl.observe(flight.gaps_key, flight.measured_gap_s / flight.itl_s)
         if not promised:
             return ""
-        (ttft, itl), outcome = flight.kept, "kept"
-        late = flight.first_at is None and self._clock.monotonic() > flight.deadline
+        (ttft, itl), outcome, started = flight.kept, "kept", flight.first_at is not None
+        late = not started and self._clock.monotonic() > flight.deadline
         if not (ttft and itl) or late or failed:
-            outcome = "broken_death" if lost else "broken_itl" if ttft and not late and not failed else "broken_ttft"
+            outcome = "broken_death" if lost else "broken_itl" if ttft and started else "broken_ttft"
         elif not complete:
             return ""  # the client ended it while the promise held
         self.outcomes[outcome] += 1
@@ -365,20 +367,37 @@ class PromisingAdmission(Admission[Placement]):
     def __init__(self, promises: Promises, *rest: Any, **options: Any) -> None:
         """Take the arguments of `Admission`, with `promises` for `place`."""
         super().__init__(promises.place, *rest, **options)
-        self.promises = promises
+        self.promises, promises.is_able = promises, self._is_able
         self._lane_pending = False
         self._refused_at: dict[str, float] = {}  # by tenant, the last promise for which there was no capacity
 
+    @property
+    def queued(self) -> int:
+        """The number of requests that wait for capacity: in the queue, and in the lane."""
+        return self.waiting + len(self.promises.lane)
+
+    @property
+    def queued_tokens(self) -> int:
+        return self.waiting_tokens + sum(one.tokens for one in self.promises.lane)
+
+    @property
+    def longest_s(self) -> float:
+        """The longest wait for capacity until now, or 0."""
+        now = self._clock.monotonic()
+        return max(self.oldest_s, *(now - one.flight.arrived for one in self.promises.lane), 0.0)
+
     async def admit(self, ticket: Ticket, tokens: int, requirements: Any = None, **rest: Any) -> Placement:
         """Return a placement like `Admission.admit`. A request with a promise waits in the lane instead of the queue.
-        Raises PromiseRefused without waiting; an accepted promise is never refused later.
+        Raises PromiseRefused without waiting. An accepted one is never refused, also not if a worker rejects it later.
         """
         flight = requirements.flight
-        if flight is None or not flight.promise.given or rest.get("returning") or rest.get("accepted"):
+        again, given = bool(rest.get("returning")), flight is not None and flight.promise.given
+        if not given or rest.get("accepted") or (again and flight not in self.promises):
             return await super().admit(ticket, tokens, requirements, **rest)
-        flight.tenant = rest.get("tenant", "")
-        self._check_fairness(flight, tokens)
-        self._consider(flight, tokens, requirements)
+        if not again:
+            flight.tenant = rest.get("tenant", "")
+            self._check_fairness(flight, tokens, requirements)
+            self._consider(flight, tokens, requirements)
         if not self.promises.lane and (placement := self._place(tokens, requirements)) is not None:
             return placement
         begin = self._clock.monotonic()
@@ -406,11 +425,15 @@ class PromisingAdmission(Admission[Placement]):
                 self._refused_at[flight.tenant] = self._clock.monotonic()
             raise
 
-    def _check_fairness(self, flight: Flight, tokens: int) -> None:
-        """Refuse a promise that would delay requests without one, or other tenants, for too long."""
+    def _check_fairness(self, flight: Flight, tokens: int, requirements: Any) -> None:
+        """Refuse a promise that no connected worker can compute, or that would delay other requests for too long."""
         hold_s, lane, limits = self._limits.wait_s * _HOLD, self.promises.lane, self._limits
         refusal = None
-        if self.oldest_s > hold_s:
+        if not self._is_able(requirements):
+            if wrong := self._why_not(requirements):
+                raise InvalidRequest(*wrong)
+            refusal = PromiseRefused(requirements.absence)
+        elif self.oldest_s > hold_s:
             refusal = PromiseRefused(f"a request without a promise has waited {self.oldest_s:.3g} s", 1.0)
         elif lane and (len(lane) >= limits.requests or tokens + sum(one.tokens for one in lane) > limits.tokens):
             refusal = PromiseRefused(f"{len(lane)} requests with a promise wait already, no more are accepted", 1.0)
@@ -419,6 +442,10 @@ class PromisingAdmission(Admission[Placement]):
         if refusal is not None:
             self.promises.outcomes["refused"] += 1
             raise refusal
+
+    def _is_able(self, requirements: Any) -> bool:
+        """Return whether a connected decode worker has the capability that a request needs, if it needs any."""
+        return self._capability_of(requirements) is None or self._can_serve(requirements)
 
     def _share_of(self, tenant: str) -> float:
         """Return the tenant's share among those that wait, or got no promise in the last `wait_s` for want of capacity.
@@ -430,15 +457,14 @@ class PromisingAdmission(Admission[Placement]):
         return self._queue.share_among(tenant, others)
 
     async def _wait_in_lane(self, flight: Flight, tokens: int, requirements: Any, most_s: float) -> Placement | None:
-        """Return the placement, or None after the promised TTFT, or after `wait_s` without a worker."""
+        """Return the placement, or None after the promised TTFT, or after `wait_s` without a capable worker."""
         loop, lane = asyncio.get_running_loop(), self.promises.lane
         waiter = _Waiting(flight, tokens, requirements, loop.create_future())
-        promised_s = max(self._limits.wait_s, flight.deadline - self._clock.monotonic())
         lane.append(waiter)
         lane.sort(key=lambda one: one.flight.deadline)
         self._serve_lane()
         try:
-            async with asyncio.timeout(min(promised_s, most_s)) as limit:
+            async with asyncio.timeout(min(flight.deadline - self._clock.monotonic(), most_s)) as limit:
                 loop.call_later(self._limits.wait_s, self._check_worker, waiter, limit)
                 return await waiter.placed
         except BaseException as error:
@@ -456,7 +482,7 @@ class PromisingAdmission(Admission[Placement]):
         loop = asyncio.get_running_loop()
         if waiter.placed.done():
             return
-        if self._can_serve():
+        if self._can_serve() and self._is_able(waiter.requirements):
             loop.call_later(self._limits.wait_s, self._check_worker, waiter, limit)
         else:
             limit.reschedule(loop.time())
@@ -487,6 +513,8 @@ class PromisingAdmission(Admission[Placement]):
             if blocked == _FEW:
                 return
             if not one.placed.done():
+                if not self._is_able(one.requirements):
+                    continue
                 if (placement := self._place(one.tokens, one.requirements)) is None:
                     blocked += 1
                     continue

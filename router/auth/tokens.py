@@ -243,8 +243,8 @@ def limited(spec: SequenceSpec, message: pb.GenerateRequest, grant: Grant | None
     if violations:
         raise InvalidRequest(*violations)
     limits, sampling = grant.limits, spec.sampling
-    if limits.max_tokens is not None and limits.max_tokens < sampling.max_tokens:
-        sampling = replace(sampling, max_tokens=limits.max_tokens)
+    if limits.max_tokens is not None and (most := limits.max_tokens // max(message.n, 1)) < sampling.max_tokens:
+        sampling = replace(sampling, max_tokens=most)
     priority = spec.priority if limits.priority_max is None else min(spec.priority, limits.priority_max)
     # A digest, because a long scope would not fit. No other tenant can name the scope.
     scope = hashlib.sha256(spec.cache_scope.encode()).hexdigest() if spec.cache_scope else ""
@@ -258,12 +258,12 @@ def may_cancel(asking: Grant | None, owner: Grant | None) -> bool:
 
 def _violations(spec: SequenceSpec, message: pb.GenerateRequest, grant: Grant) -> Iterator[Violation]:
     limits, field = grant.limits, message.WhichOneof("prompt") or "prompt"
-    asked = spec.sampling.max_tokens if message.sampling.HasField("max_tokens") else None
+    asked = spec.sampling.max_tokens * max(message.n, 1) if message.sampling.HasField("max_tokens") else None
     for name, most, got in (
         (field, limits.max_prompt_tokens, len(spec.prompt)),
         ("sampling.max_tokens", limits.max_tokens, asked),
         ("priority", limits.priority_max, spec.priority if message.HasField("priority") else None),
     ):
         if most is not None and got is not None and got > most:
-            unit = " prompt tokens" if name == field else ""
+            unit = " prompt tokens" if name == field else f" in {message.n} choices" if message.n > 1 else ""
             yield Violation(name, f"this token allows at most {most}{unit}, got {got}")

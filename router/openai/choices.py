@@ -118,7 +118,7 @@ class ChatFormat:
     def choice(self, index: int, text: str, scored: Sequence[Scored] | None, reason: str) -> Json:
         found = ReadAnswer(content=text)
         if not self._plain:
-            found = whole([*self._parts[index], *self._reader(index).end()])
+            found = whole([*self._parts[index], *self._reader(index).end(cut=reason == "length")])
         message: Json = {"role": "assistant", "content": found.content, "refusal": None}
         if found.reasoning:
             message |= _reasoning(found.reasoning)
@@ -148,7 +148,7 @@ class ChatFormat:
         [answer["prompt_logprobs"]] = prompts
 
     def ending(self, index: int, reason: str) -> list[Json]:
-        deltas = [] if self._plain else self._deltas(index, self._reader(index).end())
+        deltas = [] if self._plain else self._deltas(index, self._reader(index).end(cut=reason == "length"))
         return [*deltas, _delta(index, {}) | {"finish_reason": _reason(reason, self._counts[index])}]
 
     def _reader(self, index: int) -> Source:

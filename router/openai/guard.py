@@ -18,7 +18,7 @@ from baton.config.values import is_loopback_host
 from baton.limits import MAX_HTTP_HEADER_BYTES
 from router.openai.errors import HttpError, http_problem
 
-_EXPOSED = ("retry-after", "retry-after-ms", "x-should-retry")
+_EXPOSED = ("retry-after", "retry-after-ms", "x-should-retry", "x-request-id", "baton-ttft-ms", "baton-itl-ms")
 _OWN_SITE = {"same-origin", "none"}
 
 
@@ -74,7 +74,8 @@ def _check_origin(scope: Scope, names: Collection[str] | None, origins: Collecti
     if headers.get("sec-fetch-site", "none") not in _OWN_SITE and not (followed or allowed):
         raise HttpError(403, "cross_site", "cross-site requests are rejected, because no tokens are set")
     host = _host(headers)
-    if names is not None and "host" in headers and not (_is_loopback(host) or host in names):
+    own = is_loopback_host(host) or host.endswith(".localhost") or (names is not None and host in names)
+    if names is not None and "host" in headers and not own:
         text = f"host: {host[:128]!r} is neither a loopback name such as localhost nor one of router.http_names"
         raise HttpError(403, "wrong_host", f"{text}, which is required because no tokens are set")
 
@@ -85,7 +86,3 @@ def _host(headers: Headers) -> str:
         return urlsplit(f"//{headers.get('host', '')}").hostname or ""
     except ValueError:
         return ""
-
-
-def _is_loopback(host: str) -> bool:
-    return is_loopback_host(host) or host.endswith(".localhost")

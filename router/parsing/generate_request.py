@@ -145,8 +145,8 @@ class RequestParser:
         violations = list(_violations(message))
         violations += receipt_violations(message, self._issuer) if message.receipt else ()
         logprobs = message.logprobs if message.HasField("logprobs") else None
-        whole = common_pb2.Sampling()
-        whole.CopyFrom(self.defaults)
+        whole = common_pb2.Sampling(max_tokens=2**31 - 1 if message.HasField("chat") else DEFAULT_MAX_TOKENS)
+        whole.MergeFrom(self.defaults)
         whole.MergeFrom(message.sampling)
         sampling = _converted(lambda: convert.sampling_from_pb(whole, logprobs), violations)
         constraint = _constraint(message, violations)

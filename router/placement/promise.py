@@ -23,7 +23,7 @@ class Flight:
     arrived: float = 0.0
     promise: Promise = NO_PROMISE
     tenant: str = ""
-    urgent: bool = False  # a worker may compute it before earlier requests
+    priority: int = 0  # a prefill worker computes higher ones first
     overdue: bool = False  # it has waited too long: only other promises limit where it goes
     done: int = 0  # tokens that the client has
     first_at: float | None = None

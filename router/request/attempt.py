@@ -419,6 +419,6 @@ class TakeoverAttempt(Attempt):
             self._room, self._determinism = item.attached.room, item.attached.determinism
             self._placement.prefill_done()
         elif isinstance(item, pb.WorkerEvent) and item.HasField("refused"):
-            self.retry_reason, self._decode_ended = "not_there", True
+            self.retry_reason, self._decode_ended, self._retention = "not_there", True, StreamRetention()
         else:
             super()._take(source, item)

@@ -30,6 +30,7 @@ from router.workers.placement import Placement
 
 log = structlog.get_logger(__name__)
 
+_NO_FAILURES = (Cancelled, errors.DeadlineExceeded, errors.PromiseRefused)  # of a promise
 _REFUSALS = (InvalidRequest, errors.UnknownModel, errors.Overloaded, errors.NoWorker, errors.Unsupported)
 
 
@@ -84,7 +85,7 @@ class RequestObserver:
         to.outcomes["accepted"] += self.is_accepted
         for choice in self.choices:
             choice.note("ended", outcome=outcome, count=choice.tokens)
-            self._settle(choice, outcome)
+            self._settle(choice, error)
         to.traces.ended(self.trace, outcome, kind)
         self._measure(message, outcome, error)
         if error is not None:
@@ -101,10 +102,11 @@ class RequestObserver:
             **facts,
         )
 
-    def _settle(self, choice: ChoiceObserver, outcome: str) -> None:
+    def _settle(self, choice: ChoiceObserver, error: BatonError | None) -> None:
         """Count the promise of a choice, and log it if it is broken."""
-        complete, flight = outcome == "finished" and not self.resumes, choice.flight
-        kept = self.sinks.promises.settle(flight, complete=complete, failed=outcome == "failed", lost=choice.died)
+        complete, flight = error is None and not self.resumes, choice.flight
+        failed = error is not None and not isinstance(error, _NO_FAILURES)
+        kept = self.sinks.promises.settle(flight, complete=complete, failed=failed, lost=choice.died)
         if kept.startswith("broken"):
             ttft_s = math.inf if flight.first_at is None else flight.first_at - flight.arrived
             log.warning(
@@ -171,8 +173,8 @@ class ChoiceObserver:
         self.placed: Placement | None = None
         self.prompt_tokens, self.deterministic = len(spec.prompt), spec.deterministic
         promise = NO_PROMISE if request.resumes else promise  # otherwise another router gave it
-        arrived, answer, urgent = request.arrived[0], spec.sampling.max_tokens, spec.priority > 0
-        self.flight = Flight(len(spec.prompt), answer, arrived, promise, urgent=urgent, done=received)
+        arrived, answer, priority = request.arrived[0], spec.sampling.max_tokens, spec.priority
+        self.flight = Flight(len(spec.prompt), answer, arrived, promise, priority=priority, done=received)
         self.died = False  # a worker was lost in one of its attempts
         self._request, self._stream = request, stream
         self._first_token_at: float | None = None

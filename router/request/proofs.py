@@ -64,7 +64,7 @@ async def prove(
     """Add the proofs of all choices to `completed`. Raises EngineFault if a receipt lacks a part."""
     if not request.parsed.spec.deterministic:
         return
-    if sum(len(delivery.ids) for delivery, _ in choices) <= _THREAD_TOKENS:
+    if len(request.parsed.spec.prompt) + sum(len(delivery.ids) for delivery, _ in choices) <= _THREAD_TOKENS:
         _prove(completed, request, choices)
     else:
         await asyncio.to_thread(_prove, completed, request, choices)

@@ -14,10 +14,11 @@ import structlog
 
 from baton.clock import Clock
 from baton.core import BlockCounts, Channel, Incarnation, Load, Role, WorkerInfo, WorkerRef
-from baton.errors import Violation
+from baton.errors import NoWorker, Overloaded, Violation
 from baton.ledger.control_state import RouterReport, WorkerDemand
 from baton.ledger.prefix_index import PrefixIndex
 from baton.rpc.channel import PLAINTEXT, Wire
+from baton.rpc.v1 import inference_pb2 as pb
 from router.placement.fleet import Fleet, WorkerRow
 from router.placement.policy import (
     AlonePolicy,
@@ -41,6 +42,7 @@ WorkerSource = Callable[[], Awaitable[Sequence[WorkerInfo]]]
 _POLL_S = 0.5
 _FAST_POLL_S = 0.1  # while no request can be served
 _SETTLE_S = 2.0
+_LOOK_S = 0.05
 _NEW = 0.05  # weight of a new prompt in the mean
 
 
@@ -99,7 +101,7 @@ class WorkerPool:
         self._links: dict[WorkerRef, WorkerStream] = {}
         self._seen: dict[WorkerRef, float] = {}
         self._typical = TypicalRequest()
-        self._turn = 0
+        self._turn = self._awaited = 0
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -255,6 +257,26 @@ class WorkerPool:
     def max_model_len(self) -> int | None:
         """Return the smallest maximum length of the workers, or None while no worker is known."""
         return min((link.info.max_model_len for link in self._links.values()), default=None)
+
+    async def length_for(self, request: pb.GenerateRequest, within_s: float, at_once: int) -> int | None:
+        """Return `max_model_len`. A chat whose answer may have the rest of the context waits until a worker is known,
+        at most `within_s` and `at_once` of them together. Others never wait. Raises NoWorker, Overloaded.
+        """
+        takes_rest = request.HasField("chat") and not request.sampling.HasField("max_tokens")
+        if self._links or not takes_rest or request.HasField("ttft_ms") or request.HasField("itl_ms"):
+            return self.max_model_len()
+        if self._awaited >= at_once:
+            raise Overloaded(f"{at_once} chats wait already for the first worker, no more are accepted", within_s)
+        self._awaited += 1
+        try:
+            async with asyncio.timeout(within_s):
+                while not self._links:  # noqa: ASYNC110 (the router has nothing else to do)
+                    await asyncio.sleep(_LOOK_S)
+        except TimeoutError:
+            raise NoWorker(f"waited {within_s:g} s: no worker is known, whose context limits this answer") from None
+        finally:
+            self._awaited -= 1
+        return self.max_model_len()
 
     def thinking_chunk(self) -> int | None:
         """Return the smallest chunk size for thoughts; 0 if a model does not think, None while no worker is known."""

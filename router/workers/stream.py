@@ -28,6 +28,7 @@ from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.rpc.v1.worker_pb2_grpc import WorkerStub
 from router.placement.snapshot import WorkerView
+from router.workers.silence import silence
 
 BUSY = 0.5  # share of the time
 SHORTEST_S, LONGEST_S = 0.001, 0.02
@@ -230,12 +231,12 @@ class WorkerStream:
             await self._listen(call)
 
     async def _listen(self, call: _Call) -> NoReturn:
-        async with asyncio.timeout(self._silence_s) as silence:
+        async with silence(self._silence_s) as heard:
             self._on_welcome(await self._read(call))
             writer = asyncio.create_task(self._write(call), name=f"write {self.info.ref}")
             try:
                 while True:
-                    silence.reschedule(self._loop.time() + self._silence_s)
+                    heard()
                     self._dispatch(await self._read(call))
             finally:
                 writer.cancel()

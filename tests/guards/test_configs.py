@@ -63,6 +63,7 @@ def test_every_key_is_in_the_schema_and_described():
 
 
 RIGHT = """
+ray: {address: auto}
 prefill: {kv_memory: auto, autoscale: {min: 1, max: 4}, node_labels: {pool: prefill}}
 decode: {kv_memory: 1.5 GB, advertise: '[::1]'}
 thinking: {prefill: off}

@@ -178,7 +178,12 @@ async def test_a_request_that_fails_gives_its_place_back(cluster):
 
 @pytest.mark.parametrize(
     ("field", "beyond"),
-    [("sampling.max_tokens", {"max_tokens": 9}), ("token_ids", {"prompt": [1] * 21}), ("priority", {"priority": 6})],
+    [
+        ("sampling.max_tokens", {"max_tokens": 9}),
+        ("sampling.max_tokens", {"max_tokens": 3, "n": 3}),
+        ("token_ids", {"prompt": [1] * 21}),
+        ("priority", {"priority": 6}),
+    ],
 )
 @alice_may(max_tokens=8, max_prompt_tokens=20, priority_max=5)
 async def test_what_a_token_does_not_allow_is_refused_by_name(cluster, field, beyond):
@@ -194,6 +199,8 @@ async def test_what_a_token_does_not_allow_is_refused_by_name(cluster, field, be
 async def test_what_a_caller_leaves_open_is_made_to_fit(cluster):
     assert len(ids_of(await generate(cluster, "alice", max_tokens=None))) == 3
     assert cluster.prefill[0].specs[0].priority == -7
+    await generate(cluster, "alice", max_tokens=None, n=3)
+    assert [spec.sampling.max_tokens for spec in cluster.prefill[0].specs] == [3, 1, 1, 1]
 
 
 @pytest.mark.parametrize(("who", "found"), [("bob", False), ("alice", True), ("admin", True)])

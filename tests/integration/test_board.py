@@ -160,7 +160,8 @@ async def test_a_restart_is_the_next_generation_by_any_router_that_answers(route
     await controlled(board, generation=3)
     said = await call(Operator(Admins(["127.0.0.1:1", router.admin])).restart)
     assert (said.prefill, said.decode, said.generation, said.number) == (1, 2, 4, 1)
-    assert (await board.plan()).generation == 4
+    plan = await board.plan()
+    assert (plan.generation, plan.by) == (4, "file"), "the sizes are still those of the file"
     with pytest.raises(NoWorker):
         await call(Operator(Admins(["127.0.0.1:1"])).restart)
 

@@ -204,6 +204,8 @@ async def test_pages_of_listed_sites_may_ask(gateway):
     assert "authorization" in headers["access-control-allow-headers"]
     status, headers, _ = await gateway.raw("GET", "/v1/models", **page)
     assert (status, headers["access-control-allow-origin"]) == (200, "https://there.example")
+    exposed = set(headers["access-control-expose-headers"].split(", "))
+    assert {"retry-after", "baton-ttft-ms", "baton-itl-ms", "x-request-id"} <= exposed
     status, headers, _ = await gateway.raw("GET", "/v1/models", **page | {"origin": "https://other.example"})
     assert (status, "access-control-allow-origin" in headers) == (403, False)
 

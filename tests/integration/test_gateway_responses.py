@@ -13,6 +13,7 @@ from tests.integration.gateway_support import LENGTH, refused, spoken, tokens
 from tests.integration.test_gateway_tools import CALL
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+RESULT = {"type": "function_call_output", "call_id": "1", "output": "x"}
 TOOL = {"type": "function", "name": "weather", "description": "Now.", "parameters": SCHEMA, "strict": False}
 SAID = f"<think>hm</think>Let me.\n<tool_call>{CALL}</tool_call>"
 ACCEPTED = {"accepted": pb.Accepted(prompt_tokens=3)}
@@ -157,10 +158,17 @@ async def test_text_and_calls_can_have_a_schema(gateway):
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "'message', 'function_call'"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "input_text"),
         (
-            {"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]},
-            "input[0].tool_call_id",
+            {"input": [RESULT]},
+            "input[0].call_id",
             "earlier",
         ),
+        (
+            {"instructions": "x", "input": [{"role": "user", "content": "y"}, RESULT]},
+            "input[1].call_id",
+            "earlier",
+        ),
+        ({"text": {"format": {"type": "json_object", "schema": {}}}}, "text.format", "not allowed with other types"),
+        ({"text": {"format": {"type": "text", "schema": SCHEMA}}}, "text.format", "not allowed with other types"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "must be 'function'"),
         ({"tool_choice": "required"}, "tool_choice", "only allowed with tools"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "must be"),

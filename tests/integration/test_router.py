@@ -327,6 +327,29 @@ async def test_no_worker(make):
     assert (await cluster.status()).refused == 1
 
 
+async def test_a_chat_without_a_length_waits_for_the_context_of_a_worker(make):
+    """Otherwise its answer would end after the 16 tokens that other prompts have by default."""
+    cluster = await make(worker_silence_s=scaled(0.5), queue_max_wait_s=scaled(20.0))
+    cluster.infos = []
+    await until(lambda: not cluster.links, "dropped")
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hello")])
+    request = pb.GenerateRequest(chat=chat, sampling=common_pb2.Sampling(min_tokens=20))
+    answer = asyncio.create_task(cluster.answer(cluster.stub.Generate(request)))
+    await until(lambda: len(cluster.router.context.running) == 1, "it waits")
+    cluster.infos = [worker.info for worker in cluster.workers]
+    await until(lambda: cluster.prefill[0].specs, "placed")
+    spec = cluster.prefill[0].specs[-1]
+    assert (spec.sampling.max_tokens, spec.sampling.min_tokens) == (2048 - len(spec.prompt), 20)
+    answer.cancel()
+
+
+async def test_a_chat_without_a_length_is_refused_where_no_worker_is_known(make):
+    cluster = await make(prefill=0, decode=0, queue_max_wait_s=0.1)
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hello")])
+    with pytest.raises(errors.NoWorker, match=r"waited 0\.1 s: no worker is known"):
+        await cluster.answer(cluster.stub.Generate(pb.GenerateRequest(chat=chat)))
+
+
 async def test_errors_are_named(cluster):
     with pytest.raises(errors.UnknownModel, match="this router serves 'oracle'"):
         await cluster.generate(model="gpt")
@@ -426,7 +449,7 @@ async def test_what_is_wrong_with_the_settings_is_named(cluster):
 
 # --- the files that a plain Generate enters
 
-MOST = 27  # files; a reader of the request path opens all of them
+MOST = 28  # files; a reader of the request path opens all of them
 ROUTER = str(Path(router.__file__).parent) + "/"
 BACKGROUND = {"health", "live", "worker pool"}  # tasks of the router that run without a request
 

@@ -164,6 +164,11 @@ PATTERNS = [  # nine that meet: with twenty-five the router would search for hou
     {"$defs": ANCHORED, "allOf": [{"$ref": f"#a{i}"} for i in range(9)]},
     {"items": {"$id": "x", "$defs": {"a": {"allOf": NINE}}, "$ref": "#/$defs/a"}},
 ]
+SEPARATE = {  # 34 each, which apply to the same object
+    "$defs": {f"d{i}": {"patternProperties": {f"^{i}{j}_": {} for j in range(34)}} for i in range(3)},
+    "type": "object",
+    "allOf": [{"$ref": f"#/$defs/d{i}"} for i in range(3)],
+}
 DEEP = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(1200)} | {"d1200": {"allOf": NINE}}
 # Each alternative is an object of 101 properties, which are not in the text of the schema.
 MERGED = {
@@ -195,7 +200,8 @@ WRONG = [
     (schema({"$defs": DEEP, "$ref": "#/$defs/d0"}), "its nesting or its references are too deep"),
     (schema({"$ref": "#"}), "no text can match it"),
     (schema({"properties": {str(i): {} for i in range(3000)}}), "it is too complex"),
-    (schema({"patternProperties": {f"^a{i}_": {} for i in range(101)}}), "patternProperties: at most 100 of one"),
+    (schema({"patternProperties": {f"^a{i}_": {} for i in range(101)}}), "patternProperties: at most 100 together"),
+    (schema(SEPARATE), "patternProperties: at most 100 together for one object, got 102"),
     (schema(MERGED), "it is too complex"),
     (schema(CHOSEN), "it is too complex"),
     (Constraint("json_schema", ("{",)), "must be a JSON object"),
@@ -272,6 +278,8 @@ def test_parts_that_cost_no_state_much_are_not_counted(oracle):
     oracle.check(schema({"type": "object", **unused}))
     oracle.check(schema({"anyOf": [{"const": name} for name in names]}))
     few = {"type": "object", "patternProperties": {f"^{i}-": {} for i in range(2)}}
+    other = {"type": "object", "patternProperties": {f"^{i}_": {} for i in range(99)}}
+    oracle.check(schema({"type": "object", "properties": {"a": few, "b": other}}))
     oracle.check(schema({"type": "object", "properties": {f"n{i}": few for i in range(60)}}))
 
 

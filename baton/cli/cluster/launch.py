@@ -43,7 +43,7 @@ from baton.cluster.interfaces import Control
 from baton.cluster.launcher import Supervisor
 from baton.cluster.signals import Stop
 from baton.cluster.state_dir import ClusterState, StateFolder, running_clusters, writing
-from baton.config import ClusterConfig, load_config, located, with_places
+from baton.config import ClusterConfig, RouterConfig, load_config, located, with_places
 from baton.config.loading import ENV_PREFIX
 from baton.config.values import HUB_PREFIX
 from baton.core import Role, sizes_text
@@ -307,11 +307,13 @@ def down(name: str | None) -> None:
     supervisor = state.supervisor.process()
     left = [supervisor] if supervisor else []
     left += [process for identity in state.processes.values() if (process := identity.process())]
+    folder = StateFolder(state.name)
+    drain_s = RouterConfig().drain_s if folder.config.exists() else 0.0
+    with suppress(ConfigError):  # removed, or no longer valid: an expired certificate, or another version of Baton
+        drain_s = load_config(folder.config).router.drain_s
     if supervisor is not None:
         with suppress(psutil.NoSuchProcess):
             supervisor.terminate()
-    folder = StateFolder(state.name)
-    drain_s = load_config(folder.config).router.drain_s if folder.config.exists() else 0.0
     for process in (alive := wait_ended(left, drain_s + DOWN_S)):
         with suppress(psutil.NoSuchProcess):
             process.kill()

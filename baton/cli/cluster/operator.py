@@ -6,9 +6,11 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
+
+import psutil
 
 from baton.cli.target import Admins
 from baton.client.types import ClusterStatus
@@ -21,6 +23,8 @@ from baton.ledger.registry import Ledger
 from baton.rpc.v1 import admin_pb2
 
 LOOK_S = 0.2
+MOVE_S = 10.0  # as in baton.worker.lifecycle, which takes seconds to import
+LEAVE_S = 5.0  # to notice an order, and to leave
 Reply = TypeVar("Reply")
 
 
@@ -103,7 +107,7 @@ def drain_here(file: Path, wait_s: float) -> list[str]:
 
 async def _drain_host(config: ClusterConfig, host: str, wait_s: float) -> list[str]:
     prefix, drain_s = f"baton:{config.name}", config.scaling.drain_s
-    grace_s = min(wait_s, drain_s) if wait_s else drain_s
+    grace_s = min(max(wait_s - MOVE_S - LEAVE_S, 0.0), drain_s) if wait_s else drain_s
     ledger = await Ledger.connect(config.redis.url, prefix, config.ledger.lease_s, SystemClock())
     try:
         drained = [info for info in await ledger.workers() if info.host == host]
@@ -112,6 +116,7 @@ async def _drain_host(config: ClusterConfig, host: str, wait_s: float) -> list[s
             await ControlState(ledger.connection).put_order(info.ref.worker_id, order)
         if wait_s:
             await _wait_gone(ledger, {info.ref for info in drained}, wait_s)
+            await _wait_moved([info.pid for info in drained])
         return [info.ref.worker_id for info in drained]
     finally:
         await ledger.close()
@@ -122,6 +127,13 @@ async def _wait_gone(ledger: Ledger, left: set[WorkerRef], wait_s: float) -> Non
     while left := left & {info.ref for info in await ledger.workers()}:
         if time.monotonic() > deadline:
             raise DeadlineExceeded(f"not done in {wait_s:g} s: {', '.join(sorted(map(str, left)))}")
+        await asyncio.sleep(LOOK_S)
+
+
+async def _wait_moved(pids: Sequence[int]) -> None:
+    """Wait for the end of workers that have left, at most as long as their sequences move to other workers."""
+    deadline = time.monotonic() + MOVE_S
+    while time.monotonic() < deadline and any(map(psutil.pid_exists, pids)):  # noqa: ASYNC110 (a process has no event)
         await asyncio.sleep(LOOK_S)
 
 

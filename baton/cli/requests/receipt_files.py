@@ -25,7 +25,7 @@ class Source:
 
 def read_sources(path: Path) -> Iterator[Source]:
     """Yield the receipts of a file, or of all .json and .jsonl files of a folder. Raises ConfigError for an unreadable
-    path, or one without receipts.
+    path, or one without receipts. An unreadable file of a folder is a mistake like others.
     """
     try:
         files = sorted(each for each in path.iterdir() if each.suffix in _ENDINGS) if path.is_dir() else [path]
@@ -35,9 +35,14 @@ def read_sources(path: Path) -> Iterator[Source]:
         raise ConfigError(f"RECEIPT: {path}: has no file that ends with {' or '.join(_ENDINGS)}")
     empty = True
     for file in files:
-        for source in _of_file(file):
-            empty = False
-            yield source
+        try:
+            found = list(_of_file(file))
+        except (ConfigError, RecursionError) as error:
+            if file == path and isinstance(error, ConfigError):
+                raise
+            found = [Source(str(file), InvalidRequest.of("receipt", str(error)))]
+        empty = empty and not found
+        yield from found
     if empty:
         raise ConfigError(f"RECEIPT: {path}: has no receipt")
 

@@ -39,6 +39,7 @@ class Outcome:
     result: str
     difference: Difference | None = None
     error: str = ""
+    signature: str = "unchecked"  # or "checked": it is valid
 
     def __str__(self) -> str:
         about = self.difference or self.error
@@ -67,15 +68,18 @@ class Replay:
         receipt = source.found
         if isinstance(receipt, InvalidRequest):
             return Outcome(source.place, "", "error", error=str(receipt))
+        signature = "unchecked"
         try:
             if self.keys is not None:
                 self.keys.check(receipt)
+                signature = "checked"
             difference = await self._difference(receipt)
         except Exception as error:  # noqa: BLE001  (one bad receipt must not lose the outcomes of the others)
-            return Outcome(source.place, receipt.request_id, "error", error=f"{type(error).__name__}: {error}")
-        if self.client is None:
-            return Outcome(source.place, receipt.request_id, "verified")
-        return Outcome(source.place, receipt.request_id, "differs" if difference else "equal", difference)
+            return Outcome(
+                source.place, receipt.request_id, "error", error=f"{type(error).__name__}: {error}", signature=signature
+            )
+        result = "verified" if self.client is None else "differs" if difference else "equal"
+        return Outcome(source.place, receipt.request_id, result, difference, signature=signature)
 
     async def _difference(self, receipt: Receipt) -> Difference | None:
         from baton.receipts.compare import first_difference

@@ -49,6 +49,11 @@ class DraftSource(Source):
         return len(self.tokens) - self.computed
 
     @property
+    def needs_reading(self) -> bool:
+        """Whether more known tokens lack KV than one step computes, and proposals may follow them."""
+        return self.unread > SLICE and len(self.tokens) < self._longest
+
+    @property
     def places(self) -> int:
         """Number of entries of the cache that the known tokens need."""
         return len(self.tokens)
@@ -129,7 +134,7 @@ class DraftModel(Proposer):
         """Read up to `SLICE` known tokens, of the sequences with the fewest unread ones first."""
         mine = [source for source in sources if isinstance(source, DraftSource)]
         left, reading = SLICE, list[DraftSource]()
-        for source in sorted((each for each in mine if each.unread > SLICE), key=lambda each: each.unread):
+        for source in sorted((each for each in mine if each.needs_reading), key=lambda each: each.unread):
             if left > 0 and self._has_room(source, 0, mine):
                 reading.append(source)
                 left -= SLICE

@@ -195,9 +195,9 @@ class Speculation:
         """Set the proposals of each request, and the counts of `work` with them."""
         options = self._options
         states, spare = [self._begun(request) for request in requests], options.rows - len(work)
-        options.proposer.read([state.source for state in states])
         if not spare:
             return
+        options.proposer.read([state.source for state in states])
         began = monotonic()
         limits = [_limit(request) for request in requests]
         possible = [s.source.available(most) if most > 0 else 0 for s, most in zip(states, limits, strict=True)]

@@ -165,8 +165,7 @@ class SimRouter:
         self.directory.most = tokens - 1
 
     def _changed(self) -> None:
-        waiting = self.admission.waiting + len(self.promises.lane)
-        if waiting:
+        if waiting := self.admission.queued:
             self.queue_peak = max(self.queue_peak, waiting)
             self.admission.changed()
 

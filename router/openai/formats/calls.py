@@ -161,16 +161,24 @@ def _mistral(s: Source, tools: Tools) -> Steps[bool]:
     if name not in tools or not (marked or (yield from s.ahead()) == "{"):
         return False
     s.call(name, given_id)
-    return (yield from _raw(s))
+    return (yield from raw(s))
 
 
-def _raw(s: Source) -> Steps[bool]:
-    """Read the arguments of a call that has begun. Without an object they are empty."""
-    if (yield from s.ahead()) == "{":
+def raw(s: Source) -> Steps[bool]:
+    """Read the arguments of a call that has begun. Without an object they are empty, unless they were cut."""
+    first = yield from s.ahead()
+    if first == "{":
         yield from s.value(s.arguments)
-    else:
+    elif first or not s.cut:
         s.arguments("{}")
     return True
+
+
+def _name(s: Source, *marks: str) -> Steps[str]:
+    """Read a name up to one of `marks` and the mark. Return "" if it was cut, because it may be a part of another."""
+    found = list[str]()
+    mark = yield from s.through(marks, found.append)
+    return "" if s.cut and not mark else "".join(found).strip()
 
 
 _BEGIN, _END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -190,10 +198,10 @@ def _deepseek_call(s: Source, tools: Tools) -> Steps[bool]:
     yield from s.spaces()
     if not (yield from s.took(_BEGIN)):
         return False
-    name = yield from s.before(_SEPARATOR)
+    name = yield from _name(s, _SEPARATOR)
     older = name == "function"
     if older:  # then the name is a line, and the arguments are a block of code
-        name = yield from s.before("\n")
+        name = yield from _name(s, "\n")
     if name not in tools:
         return False
     s.call(name)
@@ -201,7 +209,7 @@ def _deepseek_call(s: Source, tools: Tools) -> Steps[bool]:
     if older:
         yield from s.took("```json")
         yield from s.spaces()
-    yield from _raw(s)
+    yield from raw(s)
     if older:
         yield from s.closed("```")
     yield from s.closed(_END)
@@ -221,13 +229,13 @@ def _kimi_call(s: Source, tools: Tools) -> Steps[bool]:
     yield from s.spaces()
     if not (yield from s.took("<|tool_call_begin|>")):
         return False
-    given_id = yield from s.before("<|tool_call_argument_begin|>")
+    given_id = yield from _name(s, "<|tool_call_argument_begin|>")
     name = given_id.removeprefix("functions.").rpartition(":")[0] or given_id
     if name not in tools:
         return False
     s.call(name, given_id)
     yield from s.spaces()
-    yield from _raw(s)
+    yield from raw(s)
     yield from s.closed("<|tool_call_end|>")
     return True
 
@@ -247,7 +255,7 @@ def _function(s: Source, tools: Tools) -> Steps[bool]:
     yield from s.spaces()
     opened = yield from s.took("<function=", _INVOKE)
     begin, quote, end = (_PARAMETER, '">', "</invoke>") if opened == _INVOKE else ("<parameter=", ">", "</function>")
-    name = (yield from s.before(quote, "\n")) if opened else ""
+    name = (yield from _name(s, quote, "\n")) if opened else ""
     if name not in tools:
         return False
     s.call(name)

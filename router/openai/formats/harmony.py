@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from router.openai.formats.calls import FORMS, Tools, section
+from router.openai.formats.calls import FORMS, Tools, raw, section
 from router.openai.formats.text import Source, Steps
 
 _MARKS = "<|start|>", "<|channel|>", "<|message|>"
@@ -33,25 +33,22 @@ def _message(s: Source, tools: Tools, mark: str) -> Steps[str]:
     """Read a message from its first mark on. Return the mark of the next one, or ""."""
     header = list[str]()
     if mark != "<|message|>":
-        yield from s.through(("<|message|>",), header.append)
+        mark = yield from s.through(("<|message|>",), header.append)
     head = "".join(header)
     to = _TO.search(head)
-    if to and to[1] in tools:
+    if to and to[1] in tools and (mark or not s.cut):
         s.call(to[1])
         yield from s.spaces()
-        if (yield from s.ahead()) == "{":
-            yield from s.value(s.arguments)
-        else:
-            s.arguments("{}")
-        yield from s.through(_ENDS, lambda _: None)
+        yield from raw(s)
+        end = yield from s.through(_ENDS, lambda _: None)
     else:
         yield from s.spaces()
         s.thinking = "analysis" in head
-        end = yield from s.until(_ENDS, s.reason if s.thinking else s.say, cut=True)
+        end = yield from s.until(_ENDS, s.reason if s.thinking else s.say, cut=s.thinking)
         s.take(len(end))
         s.thinking = False
-        if end in _MARKS:
-            return end
+    if end in _MARKS:
+        return end
     yield from s.spaces()
     mark = yield from s.took(*_MARKS)
     return mark

@@ -56,6 +56,7 @@ class Source:
 
     def __init__(self, read: Callable[[Source], Steps[None]]) -> None:
         self._text, self._at, self.ended = "", 0, False
+        self.cut = False  # the answer ended at its limit of tokens
         self._trial: list[str] | None = None  # text read since a trial began
         self._unread = 0  # characters that failed trials have read
         self._parts: list[Part] = []
@@ -71,9 +72,9 @@ class Source:
         found, self._parts = list(_joined(self._parts)), []
         return found
 
-    def end(self) -> list[Part]:
-        """Return the parts that waited for more text."""
-        self.ended = True
+    def end(self, *, cut: bool = False) -> list[Part]:
+        """Return the parts that waited for more text. `cut` means that the answer ended at its limit of tokens."""
+        self.ended, self.cut = True, cut
         return self.feed("")
 
     def say(self, text: str) -> None:

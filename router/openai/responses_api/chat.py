@@ -47,7 +47,8 @@ _NAMES = {
 def responses_job(body: ResponsesBody, tool_form: str, reasoning_form: str) -> Job:
     """Return the job of chat for a body, with answers in the form of this API. Raises InvalidRequest."""
     asked = body.model_dump(include={*_SAME}, exclude_none=True)
-    asked |= {"messages": _messages(body), "max_completion_tokens": body.max_output_tokens}
+    messages, names = _messages(body)
+    asked |= {"messages": messages, "max_completion_tokens": body.max_output_tokens}
     if body.tools:
         asked["tools"] = [_tool(tool) for tool in body.tools]
     if isinstance(choice := body.tool_choice, NamedChoice):
@@ -57,23 +58,26 @@ def responses_job(body: ResponsesBody, tool_form: str, reasoning_form: str) -> J
     asked["reasoning_effort"] = (body.reasoning or {}).get("effort")
     if body.text is not None and body.text.format is not None:
         asked["response_format"] = _format(body.text.format)
-    with http_names(_NAMES):
+    with http_names(names):
         job = chat_job(validated(asked, ChatBody), tool_form, reasoning_form)
     wire = ResponsesWire(body)
     json_text([wire.asked], "body")  # as deep as in the answer
-    return translated(job, wire, _NAMES)
+    return translated(job, wire, names)
 
 
-def _messages(body: ResponsesBody) -> list[Json]:
+def _messages(body: ResponsesBody) -> tuple[list[Json], dict[str, str]]:
+    """Return the messages of chat, and the fields of the body by those of chat."""
     found: list[Json] = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    reasoning = ""  # of the next message
-    for item in body.input:
+    names, reasoning = {"messages[0]": "instructions"} if found else {}, ""  # reasoning of the next message
+    for number, item in enumerate(body.input):
+        names[f"messages[{len(found)}].tool_call_id"] = f"input[{number}].call_id"
+        names[f"messages[{len(found)}]"] = f"input[{number}]"
         if isinstance(item, ReasoningItem):
             reasoning = _text(item.content or item.summary or ())
             continue
         _add(found, item, {"reasoning_content": reasoning} if reasoning else {})
         reasoning = ""
-    return found
+    return found, names | _NAMES
 
 
 def _add(found: list[Json], item: Item, reasoning: Json) -> None:
@@ -102,7 +106,7 @@ def _tool(tool: ResponsesTool) -> Json:
 
 
 def _format(wanted: TextFormat) -> Json:
-    if wanted.type != "json_schema":
+    if wanted.type != "json_schema" and wanted.shape is None:
         return {"type": wanted.type}
     shape = {"name": wanted.name, "strict": wanted.strict, "schema": wanted.shape}
-    return {"type": "json_schema", "json_schema": shape}
+    return {"type": wanted.type, "json_schema": shape}

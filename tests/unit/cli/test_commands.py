@@ -22,6 +22,7 @@ from baton.cli.exit_codes import exit_code
 from baton.cli.main import main
 from baton.cluster import launcher
 from baton.cluster.backend_process import StartError
+from baton.config import RouterConfig
 from baton.errors import BatonError, Cancelled, ConfigError, InvalidRequest, Violation
 from baton.rpc.v1 import admin_pb2
 from tests.support.cluster_process import FREE_PORTS
@@ -160,6 +161,27 @@ def test_a_full_disk_ends_a_start_with_an_error(monkeypatch, tmp_path, detach):
     file = "cluster.yaml" if detach else "state.json"
     assert str(done.exception) == f"BATON_HOME: cannot write to {tmp_path}/no-ray/{file}: No space left on device"
     assert sorted(path.name for path in (tmp_path / "no-ray").iterdir()) == ["lock", "logs"]
+
+
+def test_down_stops_a_cluster_whose_file_is_no_longer_valid(monkeypatch, tmp_path):
+    monkeypatch.setenv("BATON_HOME", str(tmp_path))
+    supervisor, waited = Mock(), []
+    state = Mock(supervisor=supervisor, processes={})
+    state.name = "n"
+    monkeypatch.setattr(launch, "running_clusters", lambda **_: [state])
+    monkeypatch.setattr(launch, "find_cluster", lambda *_, **__: state)
+
+    def wait_ended(left, within_s):
+        waited.append((left, within_s))
+        return []
+
+    monkeypatch.setattr(launch, "wait_ended", wait_ended)
+    (tmp_path / "n").mkdir()
+    (tmp_path / "n" / "cluster.yaml").write_text("key_of_another_version: 1\n")
+    done = CliRunner().invoke(app, ["down"])
+    assert (done.exit_code, done.output) == (0, "cluster 'n' is down\n")
+    supervisor.process().terminate.assert_called_once_with()
+    assert waited[0] == ([supervisor.process()], RouterConfig().drain_s + launch.DOWN_S)
 
 
 @pytest.mark.parametrize("error", [ConfigError("up ended with exit code 3"), Cancelled("stopped before it was done")])

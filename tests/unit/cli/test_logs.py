@@ -162,6 +162,17 @@ def test_a_file_that_was_cut_is_read_on_in_the_one_before(cluster):
     assert path.read_text(encoding="utf-8"), "nothing is cut that is small"
 
 
+def test_a_disk_without_room_for_the_copy_keeps_no_part_of_it(cluster, monkeypatch):
+    def full(source, target):
+        target.write_bytes(b"x")
+        raise OSError(28, "No space left on device")
+
+    path = write(cluster / "router.log", event(0, "a"))
+    monkeypatch.setattr("shutil.copyfile", full)
+    StateFolder("local").bound_logs(most=10)
+    assert (path.read_bytes(), path.with_suffix(".log.1").exists()) == (b"", False)
+
+
 def test_lines_of_a_request_with_its_choices_and_the_name_it_had_before(cluster, printed):
     write(
         cluster / "router.log",

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from typer.testing import CliRunner
 
 from baton.cli.app import app
@@ -22,7 +23,8 @@ SEPARATORS = json.dumps(issued(spec=STOP), ensure_ascii=False)
 @pytest.fixture
 def files(tmp_path):
     """A folder with a receipt and the public key."""
-    (tmp_path / "public.pem").write_text(KEY.public_pem())
+    public = KEY._key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    (tmp_path / "public.pem").write_bytes(public)
     (tmp_path / "a.json").write_text(TEXT)
     return tmp_path
 
@@ -75,6 +77,16 @@ def test_a_folder_and_json(files):
     (files / "b.jsonl").write_text(f"{TEXT}\n{TEXT}")
     code, output = verify(files, "", "--json")
     assert (code, json.loads(output)["verified"]) == (0, 3)
+
+
+def test_an_unreadable_file_loses_no_other_of_its_folder(files):
+    (files / "b.json").write_bytes(TEXT.encode()[:40] + b"\xc3")
+    (files / "c.json").mkdir()
+    (files / "d.json").write_text("[" * 5000 + TEXT + "]" * 5000)
+    code, output = verify(files, "", "--json")
+    found = json.loads(output)
+    assert (code, found["verified"], found["error"]) == (2, 1, 3), output
+    assert "not UTF-8" in found["outcomes"][1]["error"]
 
 
 def test_a_wrong_key_or_none_is_an_error(files):
@@ -135,3 +147,21 @@ def test_the_exit_code_is_that_of_the_result(files, monkeypatch, computed, code,
     monkeypatch.setattr(command, "answered_again", answered)
     found, output = run(files / "a.json", "--public-key", files / "public.pem", "--target", "127.0.0.1:1")
     assert (found, words in output) == (code, True), output
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_json_has_whether_the_signature_was_checked(files, monkeypatch, checked):
+    async def answered(*_):
+        return [again(FIRST), again(ENDED, "eos", "0")]
+
+    monkeypatch.setattr(command, "answered_again", answered)
+    key = ("--public-key", files / "public.pem") if checked else ()
+    code, output = run(files / "a.json", *key, "--target", "127.0.0.1:1", "--json")
+    [outcome] = json.loads(output.splitlines()[-1])["outcomes"]
+    assert (code, outcome["result"], outcome["signature"]) == (0, "equal", "checked" if checked else "unchecked")
+
+
+def test_a_wrong_signature_is_not_checked_in_json(files):
+    (files / "r.json").write_text(json.dumps(json.loads(TEXT) | {"issued_at": 1}))
+    [outcome] = json.loads(verify(files, "r.json", "--json")[1])["outcomes"]
+    assert (outcome["result"], outcome["signature"]) == ("error", "unchecked")

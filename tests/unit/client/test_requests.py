@@ -45,6 +45,11 @@ def test_all_kinds_of_options():
         assert generate_request("", {"json_schema": schema}).constraint.json_schema == sent
 
 
+def test_a_text_in_place_of_a_list_of_texts_is_one_of_them():
+    request = generate_request("x", {"bad_words": "foo", "choices": "yes"})
+    assert [*request.sampling.bad_words, *request.constraint.choices.texts] == ["foo", "yes"]
+
+
 def test_an_unknown_option_names_the_nearest():
     with pytest.raises(TypeError, match="unknown option 'max_token'; did you mean 'max_tokens'"):
         generate_request("x", {"max_token": 3})  # type: ignore[typeddict-unknown-key]

@@ -3,17 +3,19 @@
 import asyncio
 from collections import Counter
 from itertools import pairwise
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from baton.cluster.backend_process import START_TIMEOUT_S, StartError
+from baton.cluster.backend_process import STABLE_S, START_TIMEOUT_S, StartError
+from baton.cluster.controller import check_alone
 from baton.cluster.reconcile import MAX_IN_A_ROW, ROOM_S
 from baton.cluster.worker_supervisor import PAUSE_S
 from baton.core import Role
-from baton.errors import BatonError
+from baton.errors import BatonError, ConfigError
 from baton.ledger.control_state import RouterReport, WorkerCommand
 from tests.support.plans import first_plan
 from tests.unit.cluster.control_world import LEASE_S, LOAD_S, WORK_S, World, again, begun, run, started
@@ -67,6 +69,23 @@ async def test_who_dies_too_often_fails_and_is_tried_again_after_a_pause_or_by_a
         world.tell(generation=1)
     await run(world, controller, LOAD_S + 1 if replanned else PAUSE_S + LOAD_S + 1)
     assert world.states()["decode-1"] == "ready"
+
+
+async def test_a_worker_that_dies_in_long_loads_fails_as_well(monkeypatch):
+    world, controller = await started(decode=2)
+    monkeypatch.setattr("tests.unit.cluster.control_world.LOAD_S", 2 * STABLE_S)
+    for _ in range(MAX_IN_A_ROW):
+        world.die("decode-1")
+        await run(world, controller, 1.5 * STABLE_S)
+        assert world.states()["decode-1"] == "starting"
+    world.die("decode-1")
+    await run(world, controller, 1)
+    assert world.states()["decode-1"] == "failed"
+    monkeypatch.setattr("tests.unit.cluster.control_world.LOAD_S", LOAD_S)
+    await run(world, controller, PAUSE_S + LOAD_S + 1 + STABLE_S)
+    world.die("decode-1")
+    await run(world, controller, 1)
+    assert world.states()["decode-1"] == "starting", "it was ready for long enough"
 
 
 async def test_a_frozen_worker_is_killed_and_replaced():
@@ -186,6 +205,34 @@ def drain(world: World, worker_id: str, *, wish: bool = True) -> None:
     process = world.processes[worker_id]
     incarnation = str(process.incarnation)
     world.orders[worker_id] = WorkerCommand(incarnation=incarnation, role=process.role, drain=True, wish=wish)
+
+
+async def test_the_grace_of_an_order_for_a_host_that_goes_away_stays():
+    world, controller = await started(decode=2)
+    process = world.processes["decode-1"]
+    order = WorkerCommand(incarnation=str(process.incarnation), role=process.role, drain=True, grace_s=7.0)
+    world.orders["decode-1"] = order
+    await run(world, controller, 1)
+    assert world.states()["decode-1"] == "draining"
+    assert world.orders["decode-1"] == order
+    await again(world, 1)
+    assert world.orders["decode-1"] == order, "an order outlives its controller"
+
+
+async def test_a_second_controller_of_a_name_does_not_start():
+    class State:
+        def __init__(self, *times):
+            self.reports = [at and Mock(at=at, host="there") for at in times]
+
+        async def control(self):
+            return self.reports.pop(0) if self.reports[1:] else self.reports[0]
+
+    state: Any = State
+    await check_alone("n", state(None))
+    await check_alone("n", state(5.0), wait_s=0.0)  # of a killed one
+    await check_alone("n", state(5.0, None))  # it has ended
+    with pytest.raises(ConfigError, match="name: another controller of cluster 'n' runs on there"):
+        await check_alone("n", state(5.0, 5.0, 6.0))
 
 
 async def test_the_last_worker_that_an_operator_wants_drained_stays_until_another_is_there():

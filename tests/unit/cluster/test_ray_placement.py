@@ -21,7 +21,7 @@ from baton.testing import FakeClock
 from tests.support.ray import ActorDiedError, FakeRay, RayTaskError
 from tests.support.time_factor import scaled
 
-CONFIG = """{"name": "test", "ray": {"node_labels": {"rack": "r1"}},
+CONFIG = """{"name": "test", "ray": {"address": "auto", "node_labels": {"rack": "r1"}},
  "prefill": {"device": "cuda", "tensor_parallel": 2, "replicas": 1, "threads": 3, "node_labels": {"pool": "p"}},
  "decode": {"device": "cuda", "replicas": 1}}"""
 

@@ -4,6 +4,7 @@ import sys
 from unittest.mock import Mock
 
 import pytest
+from structlog.testing import capture_logs
 
 from baton.cluster import controller_ray
 from baton.cluster.backend_process import StartError
@@ -228,6 +229,23 @@ os.write(int(os.environ["BATON_READY_FD"]), json.dumps({"workers": 5}).encode() 
 signal.sigwait({signal.SIGTERM})
 say("lets go")
 """
+
+
+@pytest.mark.parametrize("log", ["logs", "logs/none"])
+def test_a_stop_that_fails_or_cannot_be_logged_is_tried_and_said(tmp_path, monkeypatch, log):
+    monkeypatch.setattr(controller_ray, "check_reachable", lambda address: None)
+    (tmp_path / "logs").mkdir()
+    child = CHILD.replace("sys.exit()", "sys.exit(4)")
+    control = RemoteControl(CONFIG, [sys.executable, "-c", child, str(tmp_path / "said")], tmp_path / "logs")
+    control.start("redis://somewhere")
+    control.wait_ready(Stop())
+    if log == "logs/none":
+        control._log = tmp_path / log / "controller.log"
+    with capture_logs() as logs:
+        control.stop(1.0)
+    assert (tmp_path / "said").read_text().splitlines()[-1] == "--wait=5 --stop"
+    [found] = [each for each in logs if each["event"] == "controller_did_not_stop"]
+    assert "ended with exit code 4" in found["error"]
 
 
 @pytest.mark.parametrize(("url", "bound"), [("embedded", " --bound"), ("redis://127.0.0.1:7", "")])

@@ -40,6 +40,16 @@ def test_a_router_dies_and_another_goes_on(begin, side, router, second):
     assert not second.handoffs
 
 
+def test_a_worker_that_leaves_does_not_wait_for_the_router_of_a_parked_stream(begin, side, router):
+    side.attach_pusher()
+    begin(router)
+    side.step()
+    side.role.gone(router)
+    side.role.leave()
+    assert (len(side.role.moves), side.all_free) == (0, True)
+    ends_free(side)
+
+
 def test_it_ends_while_nobody_is_there(begin, side, router, second):
     begin(router)
     side.role.gone(router)

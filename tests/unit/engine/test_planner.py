@@ -1,10 +1,12 @@
 """Which verify passes and grid chunks a step has next to ordinary work, and which blocks it allocates for them."""
 
+import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
-from baton.engine.determinism.planner import VerifiedProgress, WindowPlanner
+from baton.engine.determinism.planner import PATIENCE, VerifiedProgress, WindowPlanner, begin
 from baton.engine.determinism.shapes import FixedShapes
 from baton.engine.sequence import Sequence
 from tests.support.engines import Streams, key_of
@@ -88,3 +90,51 @@ def test_decodes_go_on_next_to_passes_and_chunks_larger_than_a_step(budget):
         engine.submit(key_of(number), spec_of("x" * 200, max_tokens=60))
     for _ in range(55):
         assert key_of("plain") in {output.key for output in engine.step().outputs}
+
+
+def on_grid(final, prompt=1000):
+    return Sequence(key_of(f"p{final}"), 0, prompt, prompt, policies=(VerifiedProgress(RAGGED, prompt, prompt, final),))
+
+
+@pytest.mark.parametrize(
+    ("finals", "tokens", "counts"),
+    [
+        ([0, 0, 0], 300, [128, 128]),
+        ([0, 0, 0], 256, [128, 128]),
+        ([0, 256, 0], 300, [128]),  # the turn of the second comes next; the third does not pass it
+        ([256, 0], 100, [256]),  # one chunk always goes on
+        ([768, 0], 512, [232, 128]),  # the rest of a prompt is padded to its chunk
+        ([768, 0], 383, [232]),
+    ],
+)
+def test_grid_chunks_of_a_step_have_no_more_tokens_than_it_may_have(finals, tokens, counts):
+    assert [window.count for window in begin([on_grid(final) for final in finals], tokens)] == counts
+
+
+def test_the_longest_waits_are_verified_first():
+    square = FixedShapes(2, 16)
+    due = [waiting(24, shapes=square, waited=waited) for waited in (1, 3, 0, 2)]
+    assert [window.sequence for window in WindowPlanner().next(due, lambda _: True)] == [due[1], due[3]]
+
+
+def test_a_sequence_waits_anew_after_each_pass():
+    engine = engine_of(Tampered(), shapes=RAGGED)
+    engine.submit(key_of("other"), spec_of("o", deterministic=False, max_tokens=200))
+    engine.submit(key_of(), spec_of("abc", max_tokens=100))
+    steps, passes = 0, list[int]()
+    while len(passes) < 4:
+        engine.step()
+        steps += 1
+        if engine.counters.verify_passes > len(passes):
+            passes.append(steps)
+    gaps = [after - before for before, after in pairwise(passes)]
+    assert gaps == [RAGGED.tokens + PATIENCE] * 3  # the token of the pass, the others, and the wait
+
+
+def test_a_preempted_sequence_starts_anew():
+    due = waiting(24, waited=3, margin=0.5)
+    progress = due.policy(VerifiedProgress)
+    progress.ended, progress.proposed = True, 4
+    progress.preempted(due)
+    assert (due.known, progress.final, progress.ended, progress.waited) == (9, 0, False, 0)
+    assert (progress.proposed, progress.margin) == (0, math.inf)

@@ -280,6 +280,22 @@ def test_long_prompt_is_cut_and_leaves_room_for_decodes():
     assert found == [{1: 8}, {1: 7, 2: 1}, {1: 5, 2: 1}]
 
 
+def test_a_budget_below_the_running_sequences_goes_to_the_first_in_rank():
+    s = scheduler(budget=2)
+    for arrival in (1, 2, 3):
+        adopted(s, arrival, 5, 2)
+    assert counts(s.schedule()) == {1: 1, 2: 1}
+
+
+def test_a_prompt_goes_on_by_one_token_next_to_more_decodes_than_the_budget():
+    s = scheduler(total=12, budget=2, running=4)
+    s.add(sequence(1, known=8))
+    advance(s.schedule())
+    for arrival in (2, 3):
+        adopted(s, arrival, 5, 2)
+    assert counts(s.schedule()) == {1: 1, 2: 1}
+
+
 @pytest.mark.parametrize("recompute", [True, False])
 def test_full_pool_preempts_the_latest_and_the_oldest_goes_on(recompute):
     s = scheduler(total=3, recompute=recompute)

@@ -391,6 +391,16 @@ def test_a_draft_of_another_distribution_changes_nothing_and_computes_rejected_p
     assert 30 < engine.counters.accepted_tokens < engine.counters.speculated_tokens
 
 
+def test_a_draft_does_not_read_sequences_that_are_longer_than_its_context(monkeypatch):
+    monkeypatch.setattr("baton.engine.speculation.draft.SLICE", 16)
+    small = OracleBackend(oracle_layout(block_size=BLOCK), max_model_len=64)
+    engine, drafter = drafting(small, oracle())
+    row = Row([1], spec_of([1]).sampling, (), engine.backend.vocab_size, None)
+    short, long = (drafter.begin([1] * length, row) for length in (60, 65))
+    drafter.read([long, short])
+    assert (long.computed, short.computed) == (0, 16)
+
+
 def test_a_small_cache_of_the_draft_serves_sequences_in_turn_and_long_prompts_in_slices(monkeypatch):
     monkeypatch.setattr("baton.engine.speculation.draft.SLICE", 16)
     backend = oracle()

@@ -38,11 +38,11 @@ THINKS = {"qwen": ("think", "hermes"), "glm": ("think", "glm"), "deepseek": ("th
           "opened": ("think", "hermes")}  # fmt: skip
 
 
-def read(form, *pieces, tools=TOOLS):
+def read(form, *pieces, tools=TOOLS, cut=False):
     """Return the reasoning, content and calls. `form` is one of calls, or of a model in THINKS."""
     reasoning, calls = THINKS.get(form, ("", form))
     reader = reader_of(reasoning, calls, tools, opened=form == "opened")
-    parts = [part for piece in pieces for part in reader.feed(piece)] + reader.end()
+    parts = [part for piece in pieces for part in reader.feed(piece)] + reader.end(cut=cut)
     found = whole(parts)
     return found.reasoning, found.content, [(call.name, arguments) for call, arguments in found.calls]
 
@@ -122,6 +122,10 @@ TEXTS = [
     ("harmony", "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.now<|channel|>"
      "commentary json<|message|>{}", "I look.", [NOWS], ""),
     ("harmony", RAIN, "", [RAINS], ""),
+    ("harmony", "<|channel|>final<|message|>The sign is <", "The sign is <", [], ""),
+    ("harmony", "<|channel|>final<|message|>if a:\n    b = 1\n", "if a:\n    b = 1\n", [], ""),
+    ("harmony", "<|channel|>commentary to=functions.now<|message|>{}<|start|>assistant<|channel|>final<|message|>Hi",
+     "Hi", [NOWS], ""),
     ("qwen", f"<think>\n{DRAFT}\n</think>\n\nWhich city?", "Which city?", [], DRAFT),
     ("qwen", f"<think>{DRAFT}</think>Sure.\n<tool_call>{RAIN}</tool_call>", "Sure.", [RAINS], DRAFT),
     ("qwen", f"<think>{DRAFT} </thi", "", [], DRAFT),
@@ -134,6 +138,31 @@ TEXTS = [
     ("magistral", f"[THINK]Hm [TOOL_CALLS][{RAIN}] \n[/THINK]I ask.[TOOL_CALLS]now[ARGS]{{}}", "I ask.", [NOWS],
      f"Hm [TOOL_CALLS][{RAIN}]"),
 ]  # fmt: skip
+CALLS_BEGIN = f"<｜tool▁calls▁begin｜>{BEGIN}"
+KIMI = "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+TO_WEATHER = "<|channel|>commentary to=functions.weather"
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "ended", "cut"),
+    [
+        ("mistral", "[TOOL_CALLS]weather[ARGS]", [("weather", "{}")], [("weather", "")]),
+        ("kimi", f"{KIMI}<|tool_call_argument_begin|>", [("weather", "{}")], [("weather", "")]),
+        ("kimi", KIMI, [("weather", "{}")], []),
+        ("deepseek", f"{CALLS_BEGIN}weather{SEP}", [("weather", "{}")], [("weather", "")]),
+        ("deepseek", f"{CALLS_BEGIN}weather", [("weather", "{}")], []),
+        ("deepseek", f"{CALLS_BEGIN}weather{SEP}{END}", [("weather", "{}")], [("weather", "{}")]),
+        ("harmony", f"{TO_WEATHER}<|message|>", [("weather", "{}")], [("weather", "")]),
+        ("harmony", TO_WEATHER, [("weather", "{}")], []),
+    ],
+)
+def test_a_call_that_was_cut_before_its_arguments_looks_cut(form, text, ended, cut):
+    """Otherwise a client could run the function without arguments, or another one whose name begins so."""
+    assert read(form, text)[2] == ended
+    assert read(form, text, cut=True)[2] == cut
+    assert read(form, *text, cut=True)[2] == cut
+
+
 NO_CALLS = [
     ("hermes", "Just text, <b>marked</b> <tool_call"),
     ("hermes", "the tag <tool_call> opens, </tool_call> closes"),

@@ -256,11 +256,14 @@ def test_one_attention_serves_batch_after_batch(kernels, dtype, seed):
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (3, 1), (5, 1), (7, 1), (16, 2), (9, 1)])
-@pytest.mark.parametrize("window", [None, 100])
-def test_attention_of_a_fixed_batch_has_the_same_bits_for_any_number_of_new_tokens(
-    kernels, seed, heads, kv_heads, window
+@pytest.mark.parametrize(("window", "fixed"), [(None, True), (100, True), (100, False)])
+def test_attention_without_splits_has_the_same_bits_for_any_number_of_new_tokens(
+    kernels, seed, heads, kv_heads, window, fixed
 ):
-    """Few rows of a KV head are read without a copy of the chunk, and many with one."""
+    """Few rows of a KV head are read without a copy of the chunk, and many with one. Steps with proposals that are not
+    fixed have the bits of steps without, also behind a window.
+    """
+    attention = CompiledAttention(kernels.library, kernels.element, window, None, splits=None if fixed else 1)
     for dim, value_dim in ((64, 64), (80, 48)):
         made = paged(
             seed,
@@ -274,9 +277,9 @@ def test_attention_of_a_fixed_batch_has_the_same_bits_for_any_number_of_new_toke
         )
         rows = []
         for first, new in ((0, 40), (39, 1), (38, 2), (21, 3), (5, 7)):
-            batch = batch_over(made.batch.block_tables, [new], [190 + first + new], fixed=True)
+            batch = batch_over(made.batch.block_tables, [new], [190 + first + new], fixed=fixed)
             query, out = made.query[first : first + new], torch.empty(new, heads * value_dim, dtype=kernels.dtype)
-            rows.append((kernels.attention(batch, BLOCK, window, 0.1)(query, made.keys, made.values, out), first, new))
+            rows.append((attention.bind(batch, BLOCK, 0.1)(query, made.keys, made.values, out), first, new))
         whole = rows[0][0]
         assert all(torch.equal(part, whole[first : first + new]) for part, first, new in rows)
 

@@ -63,6 +63,24 @@ def test_a_stream_that_cannot_be_opened_is_reported(pairs) -> None:
     pair.reports.failed(pair.push("r", 3, [0], [1]), ChannelBroken, "no descriptor is left")
 
 
+def test_a_channel_without_a_thread_is_refused_and_the_next_one_works(pair, monkeypatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        with pytest.raises(ChannelBroken, match=r"no channel to .* can be opened: can't start new thread"):
+            pair.sender.begin(make_job("r", 3))
+    pair.reports.done(pair.push("r", 3, [0], [1], attempt=2))
+
+
+def test_the_mark_of_a_copied_frame_is_read_together_with_its_blocks(pair) -> None:
+    """A withdrawal in between would remove the mark, and the copy would begin before the KV is written."""
+    pair.reports.done(pair.push("r", 3, [0], [1]))
+    vars(pair.sender._channels[0].queue)["mark_of"] = Mock(side_effect=AssertionError)
+    pair.reports.done(pair.push("s", 3, [0], [2]))
+
+
 def test_a_callback_that_raises_costs_the_others_nothing(pair) -> None:
     tell = pair.sender._on_done
 

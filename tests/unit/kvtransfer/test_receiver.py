@@ -201,6 +201,14 @@ def test_a_newer_generation_takes_over_and_an_older_one_is_refused(receiver: Rec
     assert receiver.table.events == [("offer", JOB.handoff), ("lost", P)]
 
 
+def test_another_worker_of_the_same_incarnation_has_a_channel_of_its_own(receiver: Receiver) -> None:
+    """A ledger that returned with an older copy may have given it twice."""
+    receiver.call().offered()
+    other = receiver.call(replace(P, worker_id="prefill-9"), generation=2)
+    other.welcomed()
+    assert receiver.table.events == [("offer", JOB.handoff)]
+
+
 @pytest.mark.parametrize("command", [{"abort": pb.AbortHandoff()}, {"hello": pb.PeerHello()}, {}])
 def test_messages_that_make_no_sense_end_the_stream_and_its_generation_for_good(receiver: Receiver, command) -> None:
     first = receiver.call().welcomed()

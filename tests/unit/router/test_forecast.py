@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from router.admission.calibration import Calibration, _Scores
-from router.admission.forecast import DecodeBatch, Margins, Plan, PrefillQueue, work_of
+from router.admission.forecast import DecodeBatch, Margins, Plan, PrefillQueue, fits, work_of
 from router.parsing.ranges import Promise
 from router.placement.promise import Flight, Seat
 from router.placement.snapshot import BLANK
@@ -79,11 +79,29 @@ def test_a_prompt_has_its_first_token_behind_the_present_step_and_not_before_its
 
 
 def test_urgent_prompts_are_computed_before_waiting_ones_but_not_before_the_present_step():
-    queue, running, waiting, urgent, other = PrefillQueue(100), sent(100), sent(100), sent(50, urgent=True), sent(70)
+    queue, running, waiting, urgent, other = PrefillQueue(100), sent(100), sent(100), sent(50, priority=1), sent(70)
     queue.put(running, 0.0)
     queue.put(waiting, 0.0)
     found = queue.finishes(PROMPTS, 0.0, [other, urgent])
     assert [found[one] for one in (running, urgent, waiting, other)] == pytest.approx([0.104, 0.158, 0.262, 0.336])
+
+
+def test_prompts_wait_in_the_order_of_their_priorities_however_they_came():
+    queue, running = PrefillQueue(100), sent(100)
+    first, low, high, higher = sent(100), sent(100, priority=-1), sent(100, priority=1), sent(100, priority=2)
+    for one in (running, first, low, high, higher):
+        queue.put(one, 0.0)
+    after = sent(100, priority=1)
+    found = queue.finishes(PROMPTS, 0.0, [after])
+    assert sorted(found, key=found.__getitem__) == [running, higher, high, after, first, low]
+
+
+def test_a_promised_gap_includes_the_handoff():
+    far, margins = target()._replace(move_s=0.0001), Exact()  # 10 ms for the prompt, in 10 gaps
+    step_s = DecodeBatch(far).step_s(flight())
+    assert not fits(DecodeBatch(far), flight(itl_s=step_s + 0.0009), margins, 0.0)
+    assert fits(DecodeBatch(far), flight(itl_s=step_s + 0.0011), margins, 0.0)
+    assert fits(DecodeBatch(target()), flight(itl_s=step_s + 0.0001), margins, 0.0)
 
 
 def test_a_step_of_a_batch_counts_requests_and_half_of_the_answers_to_come():
@@ -153,12 +171,12 @@ def test_a_prompt_that_makes_a_promised_one_late_is_not_placed():
     queue.put(sent(100), 0.0)
     queue.put(promised, 0.0)  # at 0.208, before its deadline
     made = plan([source(context_s=0.0)], [target()], queue)
-    assert made.put(flight(100, urgent=True)).first == math.inf  # it would be at 0.312
+    assert made.put(flight(100, priority=1)).first == math.inf  # it would be at 0.312
     assert made.put(flight(100)).first < math.inf  # behind it
     lost = PrefillQueue(100)
     lost.put(sent(100), 0.0)
     lost.put(sent(100, ttft_s=0.2), 0.0)  # late in any case
-    assert plan([source(context_s=0.0)], [target()], lost).put(flight(100, urgent=True)).first < math.inf
+    assert plan([source(context_s=0.0)], [target()], lost).put(flight(100, priority=1)).first < math.inf
 
 
 def test_the_oldest_score_is_forgotten_first():

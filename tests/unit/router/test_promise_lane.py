@@ -83,6 +83,23 @@ async def test_a_promise_that_waits_for_one_worker_does_not_block_later_ones_on_
     first.cancel()
 
 
+async def test_promises_that_no_connected_worker_can_compute_any_more_do_not_block_the_lane():
+    hall = Hall(SOURCES, [seat(DECODING)])
+    place, hall.promises._place = hall.promises._place, lambda *_: None
+    tasks = [await hall.ask(flight(ttft_s=5.0)) for _ in range(4)]
+    lost = {one.flight for one in hall.promises.lane}
+    hall.promises._place = lambda tokens, wanted, *rest: None if wanted.flight in lost else place(tokens, wanted, *rest)
+    blocked = await hall.ask(flight(ttft_s=8.0))
+    assert isinstance(blocked, asyncio.Task)
+    hall.admission._capability_of = lambda wanted: wanted.flight in lost or None
+    hall.admission._can_serve = lambda *_: False
+    hall.admission.changed()
+    await turns()
+    assert blocked.done()
+    for task in tasks:
+        task.cancel()
+
+
 async def test_a_plan_counts_the_cached_tokens_of_each_prompt_for_that_prompt_only():
     hall = Hall([SOURCES[0]], [seat(DECODING)])
     long, newest = flight(10_000, ttft_s=11.0), flight(10_000, ttft_s=0.5)

@@ -3,12 +3,13 @@
 import asyncio
 import math
 from dataclasses import astuple
+from operator import attrgetter
 from random import Random
 
 import pytest
 
-from baton.core import Pace, Role
-from baton.errors import PromiseRefused
+from baton.core import Pace, Role, Sampling, SequenceSpec
+from baton.errors import InvalidRequest, PromiseRefused
 from baton.testing import FakeClock
 from router.admission.admission import QueueLimits, ticket_for
 from router.admission.calibration import Calibration
@@ -147,15 +148,16 @@ class Desk:
         self.promises.margins = calibrated()
         bounds = QueueLimits(**{"requests": 100, "tokens": 10**6, "wait_s": 10.0, **limits})
         free, serves = Placement.release, self.pool.can_serve
-        self.admission = PromisingAdmission(self.promises, free, serves, self.clock, bounds)
+        capability = {"capability_of": attrgetter("capability"), "why_not": self.pool.reasons_not_to_serve}
+        self.admission = PromisingAdmission(self.promises, free, serves, self.clock, bounds, **capability)
         self.pool.on_change = self.admission.changed
         self.arrivals = 0
 
-    async def ask(self, one: Flight, **rest):
+    async def ask(self, one: Flight, wanted: Requirements | None = None, **rest):
         """Return its placement, or the task that waits for one."""
         self.arrivals += 1
         one.arrived = self.clock.monotonic()
-        wanted = Requirements(flight=one)
+        wanted = Requirements(flight=one) if wanted is None else wanted._replace(flight=one)
         task = asyncio.create_task(self.admission.admit(ticket_for(self.arrivals, 0), one.prompt, wanted, **rest))
         await turns()
         return task.result() if task.done() else task
@@ -227,6 +229,61 @@ async def test_nothing_is_promised_before_steps_are_measured_or_without_a_pair()
         await desk.ask(flight(ttft_s=9.0))
 
 
+async def test_a_refusal_of_a_gap_counts_the_handoff():
+    desk = Desk()
+    outlook = desk.promises._outlook
+
+    def slow(*asked):
+        prefills, decodes = outlook(*asked)
+        return prefills, [seat._replace(move_s=1e-4) for seat in decodes]
+
+    desk.promises._outlook = slow
+    with pytest.raises(PromiseRefused, match=r"a mean time of 10\.5 ms between tokens cannot be promised") as caught:
+        await desk.ask(flight(itl_s=0.0105))
+    assert caught.value.itl_ms == pytest.approx(11.2, rel=0.001)
+
+
+async def test_no_promise_is_given_to_a_request_that_no_worker_can_compute():
+    desk = Desk()
+    with pytest.raises(InvalidRequest, match="the served model does not think"):
+        await desk.ask(flight(ttft_s=9.0), Requirements(thinks=("thoughts",)))
+    certain = Requirements(spec=SequenceSpec((1,), Sampling(), deterministic=True))
+    with pytest.raises(InvalidRequest, match="no worker can compute such requests"):
+        await desk.ask(flight(ttft_s=9.0), certain)
+    assert desk.promises.outcomes["refused"] == 0
+    say(desk.pool, "d", usable=False)
+    with pytest.raises(PromiseRefused, match="no decode worker with the system fingerprint f that computes"):
+        await desk.ask(flight(ttft_s=9.0), certain._replace(determinism="f"))
+    assert (desk.promises.outcomes["refused"], desk.promises.in_force) == (1, 0)
+
+
+async def test_a_promise_that_a_worker_rejected_waits_in_the_lane_again():
+    desk, one = Desk(), flight(ttft_s=60.0)
+    (await desk.ask(one)).release()  # as after NO_ROOM
+    blocking = await desk.ask(flight(100, 60, itl_s=0.0103))
+    desk.clock.advance(1.0)
+    again = await desk.ask(one, returning=True, since=0.0)
+    plain = await desk.ask(flight(), returning=True, accepted=True)
+    assert ([each.flight for each in desk.promises.lane], desk.admission.waiting) == ([one], 1)
+    blocking.release()
+    (await again).release()
+    (await plain).release()
+
+
+async def test_queued_requests_are_those_of_the_queue_and_of_the_lane():
+    desk = Desk()
+    blocking = await desk.ask(flight(100, 60, itl_s=0.0103))
+    tasks = [await desk.ask(flight(120, ttft_s=9.0)), await desk.ask(flight(50))]
+    desk.clock.advance(2.0)
+    admission = desk.admission
+    assert (admission.queued, admission.queued_tokens) == (2, 170)
+    assert admission.longest_s == pytest.approx(2.0)
+    blocking.release()
+    (await tasks[0]).release()
+    (await tasks[1]).release()
+    assert (admission.queued, admission.queued_tokens, admission.longest_s) == (0, 0, 0.0)
+
+
 async def test_a_request_without_a_promise_waits_while_it_would_break_one_and_then_no_more_promises_are_given():
     desk = Desk()
     promised = flight(100, 200, itl_s=0.0125)
@@ -279,13 +336,16 @@ async def test_a_tenant_with_its_share_of_promises_gets_none_while_others_wait()
             "broken_death",
         ),
         ({"first_at": 0.5, "last_at": 0.55, "done": 4}, {"complete": False}, ""),
+        ({"first_at": 0.5, "last_at": 0.55, "done": 4}, {"complete": False, "failed": True}, "broken_itl"),
+        ({}, {"complete": False, "failed": True}, "broken_ttft"),
+        ({"arrived": -9.0}, {"complete": False}, "broken_ttft"),
     ],
 )
 async def test_each_promise_has_one_outcome(facts, end, outcome):
     desk = Desk()
     one = flight(ttft_s=1.0, itl_s=0.02)
     (await desk.ask(one)).release()
-    one.arrived = 0.0
+    one.arrived = desk.clock.monotonic() if "first_at" not in facts else 0.0
     for name, value in facts.items():
         setattr(one, name, value)
     assert desk.promises.settle(one, **end) == outcome

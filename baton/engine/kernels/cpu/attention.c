@@ -36,7 +36,7 @@ long NAME(attention_plan)(task_t *tasks, long capacity, const int32_t *starts, c
             for (long t = 0; t < count; t += step) {
                 const long tokens = MIN(step, count - t), end = first + t + tokens;
                 const long low = window ? MAX(0, first + t + 1 - window) : 0;
-                const long begin = fixed ? low / CHUNK * CHUNK : low, length = end - begin;
+                const long begin = low / CHUNK * CHUNK, length = end - begin;
                 const long units = singles * ((heads + heads_step - 1) / heads_step);
                 long splits = count > 1 ? 1 : MIN((2 * threads + units - 1) / units, (length + 255) / 256);
                 if (units >= threads) splits = 1;

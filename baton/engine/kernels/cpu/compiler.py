@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import tempfile
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
@@ -147,6 +148,12 @@ def _flags(element: str, level: str, tune: str = "native") -> tuple[str, ...]:
         return (*FLAGS, f"-mtune={tune}", *ARM_FLAGS, *define)
     needed = (f"-m{flag.replace('_', '')}" for flag in LEVELS[level])
     return (*FLAGS, "-mprefer-vector-width=512", f"-mtune={tune}", *needed, *define)
+
+
+def library_name(library: ctypes.CDLL) -> str:
+    """Return a name for what its bits depend on. A packaged file may be the work of any compiler."""
+    file = Path(library._name)
+    return file.stem if file.parent != PACKAGED else f"{file.stem}-{sha256(file.read_bytes()).hexdigest()[:16]}"
 
 
 def _path(folder: Path, element: str, level: str) -> Path:

@@ -20,7 +20,7 @@ from torch import Tensor
 from baton.engine.batch import Batch
 from baton.engine.kernels.base import ANY_ROWS, HeadNorms, Linear, Rotation, Splits
 from baton.engine.kernels.cpu.attention import CompiledAttention, is_compiled, strides_of, struct_fields
-from baton.engine.kernels.cpu.compiler import chosen_level, load_library
+from baton.engine.kernels.cpu.compiler import chosen_level, library_name, load_library
 from baton.engine.kernels.cpu.kernel_choice import FLAT_ROWS, Choice, Profile
 from baton.engine.kernels.cpu.quantized import CompiledQuantized, QuantizedProducts
 from baton.engine.kernels.quantized import QuantizedWeight
@@ -230,7 +230,7 @@ class CpuKernels:
         choices = [(shape, _pinned(self.profile.choice(*shape))) for shape in sorted(self.shapes)]
         products = [f"{shape} x {n}: {choice.product(n)}" for shape, choice in choices for n in rows]
         products += sorted(self._quantized_shapes)
-        return (self.name, Path(self.library._name).stem, f"unified {self.profile.unified_max}", *products)
+        return (self.name, library_name(self.library), f"unified {self.profile.unified_max}", *products)
 
     @property
     def fallbacks(self) -> int:

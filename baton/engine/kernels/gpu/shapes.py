@@ -49,7 +49,7 @@ def prefill_tiles(head_dim: int, value_dim: int, element_bytes: int, generation:
 
 def decode_tiles(group: int, head_dim: int, value_dim: int, element_bytes: int) -> Tiles:
     """Return the tiles of decoding: all heads of a group, and at least the 16 rows of a tensor core."""
-    rows = max(16, _power_of_two(group))
+    rows = max(16, 1 << (group - 1).bit_length())
     if element_bytes > 2:
         return Tiles(rows, 16, 8, 1)
     if max(head_dim, value_dim) > 128:
@@ -71,7 +71,3 @@ def buckets(most: int) -> list[int]:
 def bucket_for(rows: int, sizes: list[int]) -> int | None:
     """Return the smallest of the sorted `sizes` that holds `rows`, or None if all are too small."""
     return next((size for size in sizes if size >= rows), None)
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length() if n > 1 else 1
