@@ -34,10 +34,10 @@ def test_other_or_fewer_tokens_than_the_client_has_are_a_fault():
         delivery.complete()
 
 
-@pytest.mark.parametrize(("count", "in_thread"), [(4096, False), (4097, True)])
-async def test_long_answers_are_proved_outside_the_event_loop(monkeypatch, count, in_thread):
+@pytest.mark.parametrize(("prompt", "count", "in_thread"), [(1, 4095, False), (1, 4096, True), (4096, 1, True)])
+async def test_long_prompts_and_answers_are_proved_outside_the_event_loop(monkeypatch, prompt, count, in_thread):
     monkeypatch.setattr(proofs, "audit_digest", lambda *_: threading.current_thread().name)
-    parsed = SimpleNamespace(spec=SequenceSpec((1,), Sampling(), deterministic=True), issuer=None)
+    parsed = SimpleNamespace(spec=SequenceSpec((1,) * prompt, Sampling(), deterministic=True), issuer=None)
     delivery = RepeatedDelivery(())
     delivery.merge(tokens(*range(count)))
     await prove(completed := pb.Completed(), SimpleNamespace(parsed=parsed), [(delivery, SimpleNamespace())])  # type: ignore[list-item,arg-type]
