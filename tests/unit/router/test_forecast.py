@@ -94,6 +94,9 @@ def test_prompts_wait_in_the_order_of_their_priorities_however_they_came():
     after = sent(100, priority=1)
     found = queue.finishes(PROMPTS, 0.0, [after])
     assert sorted(found, key=found.__getitem__) == [running, higher, high, after, first, low]
+    queue.remove(running, 0.104)  # the next step has the first in rank
+    found = queue.finishes(PROMPTS, 0.104)
+    assert sorted(found, key=found.__getitem__) == [higher, high, first, low]
 
 
 def test_a_promised_gap_includes_the_handoff():

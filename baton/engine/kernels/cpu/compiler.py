@@ -151,7 +151,7 @@ def _flags(element: str, level: str, tune: str = "native") -> tuple[str, ...]:
 
 
 def library_name(library: ctypes.CDLL) -> str:
-    """Return a name for what its bits depend on. A packaged file may be the work of any compiler."""
+    """Return its name in fingerprints. That of a packaged file, which any compiler may have made, has its hash."""
     file = Path(library._name)
     return file.stem if file.parent != PACKAGED else f"{file.stem}-{sha256(file.read_bytes()).hexdigest()[:16]}"
 
