@@ -148,16 +148,16 @@ def test_streams_through_a_gateway_outlive_a_router(cluster, tmp_path, count):
         body = {"prompt": f"stream {number}", "max_tokens": 1500, "temperature": 0}
         stream = client.completions.create(**body, model="oracle", stream=True, extra_body={"ignore_eos": True})
         texts = [next(stream).choices[0].text for _ in range(5)]
-        begun.wait(scaled(60))
+        begun.wait(scaled(120))
         assert "".join(texts + [chunk.choices[0].text for chunk in stream]) == right(body)
 
     def attempt():
         begun, parked = threading.Barrier(count + 1), cluster.log("decode-0").count("handoff_parked")
         reading = [pool.submit(read, client, number, begun) for number in range(count)]
-        begun.wait(scaled(60))
+        begun.wait(scaled(120))
         replaced = kill_the_busiest(cluster)
         for one in reading:
-            one.result(scaled(60))
+            one.result(scaled(300))  # 64 streams take 100 s on two cores
         replaced()
         return cluster.log("decode-0").count("handoff_parked") - parked >= count / 2
 
