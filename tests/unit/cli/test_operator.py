@@ -8,6 +8,7 @@ from baton.cli.cluster import operator
 from baton.config import ClusterConfig
 from baton.core import Role
 from baton.errors import DeadlineExceeded
+from baton.worker import lifecycle
 
 
 class FakeLedger:
@@ -44,6 +45,10 @@ async def test_the_grace_leaves_time_to_move_what_is_left(monkeypatch, wait_s, g
     ledger = FakeLedger(looks=1)
     assert await drained(monkeypatch, ledger, wait_s) == ["here"]
     assert [(name, order.grace_s) for name, order in ledger.orders.items()] == [("here", grace_s)]
+
+
+def test_sequences_have_as_long_to_move_as_in_a_worker():
+    assert operator.MOVE_S == lifecycle.MOVE_S
 
 
 async def test_it_waits_for_the_end_of_processes_that_have_left(monkeypatch):
