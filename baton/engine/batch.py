@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+Listener = Callable[[int], None]
+
 
 @dataclass(slots=True, eq=False)
 class Injection:
@@ -49,8 +51,8 @@ class Batch:
     query_starts: Tensor  # int32 [B + 1]: first row of each sequence, and N
     kv_lens: Tensor  # int32 [B]: `context_lens`, on the device
     block_tables: Tensor  # int32 [B, max_blocks], padded with 0
-    logit_rows: Tensor  # int64 [L]: the rows of N with wanted logits
-    on_layer: Callable[[int], None] | None = None  # called with each layer once its K and V are written, or issued
+    logit_rows: Tensor  # int64 [L]: the rows of N with wanted logits, in ascending order, each once
+    on_layer: Listener | None = None  # called with each layer once its K and V are written, or issued
     fixed: bool = False
     sensitive: bool = False  # for checks: indexers select by the last bits of scores, so that other bits show
     thinking: Injection | None = None  # set if the model thinks

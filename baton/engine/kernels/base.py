@@ -148,6 +148,7 @@ class Scratch:
         self.dtype, self.device = dtype, device
         self._storage: dict[str, Tensor] = {}
         self._views: dict[str, Tensor] = {}
+        self.moves = 0  # how often a tensor moved, because it grew
 
     def take(self, name: str, rows: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return the contiguous [rows, width] of `name`, in `dtype` or else the model's. Its content is undefined."""
@@ -157,5 +158,6 @@ class Scratch:
             storage = self._storage.get(name)
             if storage is None or len(storage) < size:
                 storage = self._storage[name] = torch.empty(size, dtype=dtype or self.dtype, device=self.device)
+                self.moves += 1
             view = self._views[name] = storage[:size].view(rows, width)
         return view

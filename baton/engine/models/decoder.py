@@ -5,17 +5,19 @@ Each layer adds the previous block's delta to the residual stream as part of its
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from baton.engine.batch import Batch, Injection
-from baton.engine.kernels.base import Scratch
+from baton.engine.batch import Batch, Injection, Listener
+from baton.engine.kernels.base import Rotation, Scratch
 from baton.engine.kernels.elementwise import mapped
+from baton.engine.kernels.inference import inference
 from baton.engine.kernels.torch_attention import SPAN, SteadyAttention
 from baton.engine.kernels.torch_reference import PLAIN
 from baton.engine.kv_cache import KVCache
@@ -192,6 +194,7 @@ class Decoder:
         self.inputs = LayerEmbedding(config, parts, inputs, root) if inputs and inputs.width else None
         self.rotaries = [Rotary(rope, dtype, weights.device, width) for rope in self.spec.ropes]
         self.scratch = Scratch(weights.dtype, weights.device)
+        self.replays = parts.replays(self.scratch)
         self._has_kv = self.spec.has_kv
         written = list(accumulate(self._has_kv, initial=0))
         self._places = [written[n if each.reads is None else each.reads] for n, each in enumerate(self.spec.attention)]
@@ -199,7 +202,7 @@ class Decoder:
         self._temperature = next((spec.temperature for spec in self.spec.attention if spec.temperature), None)
         self.hidden: Tensor  # [L, hidden]: rows behind the last norm, in the order of `logit_rows`; valid like logits
 
-    @torch.inference_mode()
+    @inference
     def forward(self, batch: Batch, kv: KVCache) -> Tensor:
         """Write K and V to `kv`. Returns logits of `logit_rows`, float32 [L, vocab], valid until the next forward."""
         self.kernels.begin(batch)
@@ -210,16 +213,34 @@ class Decoder:
             x.mul_(self.embedding_scale)
         if self.inputs is not None:
             step = replace(step, inputs=self.inputs(batch.token_ids, x))
+        layers = partial(self._run_layers, x, step, batch, kv)
+        if self.replays is None:
+            logits = layers(batch.on_layer)
+        else:
+            logits = self.replays(batch, kv, step.attend.values(), layers)
+        self.hidden = self._rows("normed", batch.logit_rows)
+        return self._scaled(logits, fixed=batch.fixed)
+
+    def _run_layers(self, x: Tensor, step: Step, batch: Batch, kv: KVCache, on_layer: Listener | None) -> Tensor:
+        """Return the product of the head after all layers. `normed` of the scratch then has the rows behind the last
+        norm. Changes x.
+        """
         delta, written = None, 0
         for number, (layer, has_kv) in enumerate(zip(self.layers, self._has_kv, strict=True)):
             place = min(self._places[number], len(kv.of_layers) - 1)  # a recurrent layer uses neither K nor V
             delta = layer(x, delta, step, *kv.of_layers[place])
-            if has_kv and batch.on_layer is not None:  # sums of this layer prove that all ranks have written K and V
-                batch.on_layer(written)
+            if has_kv and on_layer is not None:  # sums of this layer prove that all ranks have written K and V
+                on_layer(written)
             written += has_kv
             if batch.thinking is not None:
                 self._exchange(batch.thinking, number + 1, x, delta)
-        return self._logits(x if delta is None else x.add_(delta), batch.logit_rows, fixed=batch.fixed)
+        if self.replays is None or batch.logit_rows.shape[0] < x.shape[0]:
+            x = x if delta is None else x.add_(delta)
+            x, delta = torch.index_select(x, 0, batch.logit_rows, out=self._rows("last", batch.logit_rows)), None
+        return self._product(self.norm(x, self._rows("normed", batch.logit_rows), delta))
+
+    def _rows(self, name: str, rows: Tensor) -> Tensor:
+        return self.scratch.take(name, rows.shape[0], self.config.hidden_size)
 
     def _exchange(self, thinking: Injection, number: int, x: Tensor, delta: Tensor | None) -> None:
         """Exchange states and hidden rows after layer `number`, counted from 1. The layer's output is x + delta."""
@@ -231,10 +252,13 @@ class Decoder:
 
     def step_of(self, batch: Batch, block_size: int) -> Step:
         """Return the state that all layers share in a forward of this batch."""
-        rotations = tuple(rotary(batch.positions, fixed=batch.fixed) for rotary in self.rotaries)
+        rotations = tuple(self._rotations(batch))
         if self.config.latent is not None:
             return deepseek.latent_step(self.config, self.kernels, batch, block_size, rotations, self.scratch)
-        step = Step(rotations, batch.slot_mapping, {}, self.scratch, fixed=batch.fixed, states=batch.states)
+        slots = batch.slot_mapping
+        if self.replays is not None:  # records have the address
+            slots = self.scratch.take("slots", 1, slots.shape[0], torch.int64)[0].copy_(slots)
+        step = Step(rotations, slots, {}, self.scratch, fixed=batch.fixed, states=batch.states)
         for reach, spec in self._by_reach.items():
             if spec.in_kernels:
                 step.attend[reach] = self.kernels.attention(batch, block_size, reach.window, spec.scale)
@@ -247,6 +271,13 @@ class Decoder:
             return step
         return replace(step, temperatures=self._warm(batch.positions, fixed=batch.fixed))
 
+    def _rotations(self, batch: Batch) -> Iterator[Rotation]:
+        for number, rotary in enumerate(self.rotaries):
+            if self.scratch.device.type == "cpu":
+                yield rotary.looked_up(batch.positions, self.scratch, number)
+            else:
+                yield rotary(batch.positions, fixed=batch.fixed)
+
     def _warm(self, positions: Tensor, *, fixed: bool) -> Tensor:
         """Return the factors of queries at these positions: [N, 1, 1]."""
         assert self._temperature is not None
@@ -254,15 +285,15 @@ class Decoder:
         steps = torch.floor((positions[:, None, None].float() + offset) / floor)
         return (mapped(torch.log1p, steps, fixed=fixed) * scale + 1).to(self.scratch.dtype)
 
-    def _logits(self, x: Tensor, rows: Tensor, *, fixed: bool) -> Tensor:
-        last = torch.index_select(x, 0, rows, out=self.scratch.take("last", rows.shape[0], x.shape[1]))
-        normed = self.hidden = self.norm(last, self.scratch.take("normed", *last.shape))
-        return self.logits_of(normed, fixed=fixed)
-
     def logits_of(self, normed: Tensor, *, fixed: bool) -> Tensor:
         """Return the logits of rows [L, hidden] behind a last norm: float32 [L, vocab], valid until the next ones."""
+        return self._scaled(self._product(normed), fixed=fixed)
+
+    def _product(self, normed: Tensor) -> Tensor:
+        return self.head(normed, self.scratch.take("logits", normed.shape[0], self.head.width, torch.float32))
+
+    def _scaled(self, logits: Tensor, *, fixed: bool) -> Tensor:
         head = self.spec.head
-        logits = self.head(normed, self.scratch.take("logits", normed.shape[0], self.head.width, torch.float32))
         if head.scale != 1.0:
             logits.mul_(head.scale)
         if head.soft_cap is not None:

@@ -18,6 +18,8 @@ from torch.nn import functional as F
 
 from baton.engine.batch import StateRows
 from baton.engine.kernels.base import Attention, HeadNorms, Kernels, Linear, Rotation, Scratch
+from baton.engine.kernels.cpu.ops import CpuKernels
+from baton.engine.kernels.cpu.replay import Replays
 from baton.engine.kernels.elementwise import mapped
 from baton.engine.kernels.quantized import SCHEMES, Quantize, QuantizedWeight, quantize
 from baton.engine.kernels.torch_attention import SteadyAttention
@@ -139,6 +141,10 @@ class Parts:
     def summed(self, name: str, out: int, n_in: int, *, bias: bool) -> Linear:
         """Return a projection to the residual stream. Tensor-parallel ranks divide its inputs and sum the results."""
         return self.linear((name,), (out,), n_in, bias=bias)
+
+    def replays(self, scratch: Scratch) -> Replays | None:
+        """Return the replays for layers of these parts with this scratch, or None if nothing can be replayed."""
+        return Replays(self.kernels, scratch) if isinstance(self.kernels, CpuKernels) else None
 
     def total(self, x: Tensor) -> Tensor:
         """Sum x [N, hidden] over tensor-parallel ranks, in place."""

@@ -7,9 +7,11 @@ import math
 import torch
 from torch import Tensor
 
-from baton.engine.kernels.base import Rotation
+from baton.engine.kernels.base import Rotation, Scratch
 from baton.engine.kernels.elementwise import mapped
 from baton.engine.models.rope import RopeConfig
+
+FEWEST_ROWS = 1024  # of the table
 
 
 def inverse_frequencies(rope: RopeConfig) -> Tensor:
@@ -70,11 +72,25 @@ class Rotary:
         scales = torch.cat((torch.full_like(inv_freq, scale), torch.ones(still))).to(device)
         self._scale: Tensor | float = scale if scale == 1.0 or not still else scales
         self._dtype = dtype
+        self._table: Rotation | None = None
 
     def __call__(self, positions: Tensor, *, fixed: bool = False) -> Rotation:
         angles = positions[:, None].float() * self._inv_freq
         cos, sin = (mapped(function, angles, fixed=fixed) * self._scale for function in (torch.cos, torch.sin))
         return Rotation(cos.to(self._dtype), sin.to(self._dtype))
+
+    def looked_up(self, positions: Tensor, scratch: Scratch, number: int) -> Rotation:
+        """Return the rotations of `positions`, int64 [N], on a CPU, in tensors of `scratch` with this number. They come
+        from a table that grows. Its bits are those of a fixed forward.
+        """
+        last = int(positions.numpy().max())
+        if self._table is None or last >= self._table.cos.shape[0]:
+            self._table = self(torch.arange(max(FEWEST_ROWS, 1 << last.bit_length())), fixed=True)
+        size = positions.shape[0], self._table.cos.shape[1], self._dtype
+        found = Rotation(*(scratch.take(name, *size) for name in (f"cos{number}", f"sin{number}")))
+        torch.index_select(self._table.cos, 0, positions, out=found.cos)
+        torch.index_select(self._table.sin, 0, positions, out=found.sin)
+        return found
 
 
 def row_order(head_dim: int, rotated: int, *, interleaved: bool) -> Tensor | None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from baton.core import TokenLogprobs
+from baton.engine.kernels.inference import inference
 from baton.engine.sampling.filters import GROUPS, LANES, Limits, kept, kept_leaders, leaders, mass
 from baton.engine.sampling.fused import FusedDraw, Parameters, has_filter
 from baton.engine.sampling.logits import FINITE, NEVER, Adjustments, Masks, Row
@@ -47,7 +48,7 @@ class Sampler:
         self._rows: list[Row] = []
         self._plan: _Plan | None = None
 
-    @torch.inference_mode()
+    @inference
     def sample(self, logits: Tensor, rows: list[Row]) -> list[Sampled]:
         """Draw one token for each row of `logits` (float32 `[len(rows), vocab]`, left unchanged)."""
         plan = self._plan_of(rows, logits)
@@ -59,7 +60,7 @@ class Sampler:
         found = enumerate(tokens.tolist())
         return [Sampled(None if token == NO_NUMBER else token, logprobs.get(i)) for i, token in found]
 
-    @torch.inference_mode()
+    @inference
     def draw(self, logits: Tensor, rows: list[Row], ahead: Sequence[int]) -> Tensor:
         """Return the tokens on the device, int64 `[rows]`, or NO_NUMBER. A fused draw does not wait for the device. Row
         i is drawn `ahead[i]` tokens later, like `Row.at`.

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from baton.engine.kernels.base import Linear
+from baton.engine.kernels.base import Linear, Scratch
 from baton.engine.kernels.quantized import SCHEMES, Quantize, QuantizedWeight, quantize
 from baton.engine.models.checkpoint import Checkpoint, Weights
 from baton.engine.models.config import ModelConfig
@@ -243,6 +243,9 @@ class ShardedParts(Parts):
         starts = accumulate((rows for rows, _ in shares), initial=0)
         own = [start + first + torch.arange(out) for start, (_, first), out in zip(starts, shares, outs, strict=False)]
         return Parts._packed(self, names, tuple(rows for rows, _ in shares), n_in).rows(torch.cat(own))
+
+    def replays(self, scratch: Scratch) -> None:
+        """Return None, because sums over ranks are no calls of kernels."""
 
     def total(self, x: Tensor) -> Tensor:
         return _sum(x, x, self.exchange)

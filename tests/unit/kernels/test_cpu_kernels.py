@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from baton.engine.kernels.base import HeadNorms, Rotation
-from baton.engine.kernels.cpu.attention import CompiledAttention
+from baton.engine.kernels.cpu.attention import CompiledAttention, Sizes
 from baton.engine.kernels.cpu.compiler import load_library
 from baton.engine.kernels.cpu.kernel_choice import Choice, Ideas, Profile
 from baton.engine.kernels.cpu.ops import ELEMENTS, CpuKernels
@@ -354,7 +354,7 @@ def test_the_fewer_rows_the_more_splits_by_load(dtype, seed, rows, threads):
         attention = CompiledAttention(load_library(element), element, None, None, by="load")
         attention.bind(batch, BLOCK, 1.0)(query, keys, values, torch.empty(rows, 4 * 32, dtype=dtype))
         wanted = min(most, -(-32 // rows))
-        tasks = attention._tasks[: attention._args.count].tolist()
+        tasks = attention._tasks[: attention._shared.count].tolist()
         assert len(tasks) == rows * wanted
         ends = [task[6] for task in tasks if task[0] == 0]
         assert max(ends) == context
@@ -364,7 +364,7 @@ def test_a_given_number_of_splits_takes_precedence_over_load(dtype, seed):
     batch, query, keys, values = case(seed, [(1, 1000)] * 3, 4, 1, 32, 32, dtype)
     attention = CompiledAttention(load_library(ELEMENTS[dtype]), ELEMENTS[dtype], None, None, 2, by="load")
     attention.bind(batch, BLOCK, 1.0)(query, keys, values, torch.empty(3, 4 * 32, dtype=dtype))
-    assert attention._args.count == 3 * 2
+    assert attention._shared.count == 3 * 2
 
 
 @pytest.mark.parametrize(
@@ -374,8 +374,8 @@ def test_there_are_at_most_so_many_splits_as_can_be_joined(by, fixed, splits):
     """The limit holds for any number of threads and any context. Only the plan is computed, not the attention."""
     attention = CompiledAttention(compiled_or_skip(lambda: load_library("f32")), "f32", None, None, by=by)
     batch = batch_over(torch.zeros(1, 7500, dtype=torch.int32), [1], [120_000], fixed=fixed)
-    attention.bind(batch, 16, 1.0)._plan(16, 1, 64, threads=192)
-    assert attention._args.count == splits
+    attention.bind(batch, 16, 1.0).plan(Sizes(16, 1, 64, threads=192))
+    assert attention._shared.count == splits
 
 
 def test_partials_in_bfloat16_are_rounded_and_hide_nothing(seed, threads):

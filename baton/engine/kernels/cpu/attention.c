@@ -62,9 +62,9 @@ long NAME(attention_plan)(task_t *tasks, long capacity, const int32_t *starts, c
 static void run(const attention_args * a, const task_t *t, workspace_t *work, const int *rows, long n,
                       int unified) {
     const int32_t *left[MAX_ROWS];
-    const long group = a->heads / a->kv_heads, start = a->starts[t->sequence];
-    const long context = a->lens[t->sequence] - (a->starts[t->sequence + 1] - start);
-    const int32_t *table = a->tables + t->sequence * a->table_stride;
+    const long group = a->heads / a->kv_heads, start = a->batch->starts[t->sequence];
+    const long context = a->batch->lens[t->sequence] - (a->batch->starts[t->sequence + 1] - start);
+    const int32_t *table = a->batch->tables + t->sequence * a->batch->table_stride;
     long bound[MAX_ROWS + 1], kv_heads = 0, last = -1;
     for (long i = 0; i < n; i++) {
         const long head = t->head + rows[i] / t->tokens, token = t->token + rows[i] % t->tokens;
@@ -107,10 +107,11 @@ static void run(const attention_args * a, const task_t *t, workspace_t *work, co
 /* Writes the results of `n` rows: divided by their totals, or undivided with maximum and total for `join`. */
 static void write_results(const attention_args * a, const task_t *t, const workspace_t *work, const int *rows, long n,
                         int unified) {
+    const attention_batch *batch = a->batch;
     for (long i = 0; i < n; i++) {
         const float *sums = work->sums + i * a->value_dim;
         if (t->partial >= 0) {
-            float *to = a->partials + (t->partial + rows[i]) * (a->value_dim + 2);
+            float *to = batch->partials + (t->partial + rows[i]) * (a->value_dim + 2);
             to[0] = unified ? a->phi * LOG2E : work->most[i], to[1] = work->total[i];
             for (long d = 0; d < a->value_dim; d += LANES) {
                 const V sum = v_load(sums + d);
@@ -118,7 +119,7 @@ static void write_results(const attention_args * a, const task_t *t, const works
             }
             continue;
         }
-        const long head = t->head + rows[i] / t->tokens, token = a->starts[t->sequence] + t->token + rows[i] % t->tokens;
+        const long head = t->head + rows[i] / t->tokens, token = batch->starts[t->sequence] + t->token + rows[i] % t->tokens;
         elem *out = a->out + token * a->out_stride + head * a->value_dim;
         const V share = v_set(1.0f / work->total[i]);
         for (long d = 0; d < a->value_dim; d += LANES)
@@ -146,9 +147,10 @@ static long task(const attention_args * a, const task_t *t, workspace_t *work) {
 
 /* Combines the splits of one task's rows. Each has weight 2^(its maximum - the greatest) times its total. */
 static void join(const attention_args * a, const task_t *t) {
+    const attention_batch *batch = a->batch;
     const long width = a->value_dim + 2;
     for (long r = 0; r < t->heads; r++) {
-        const float *parts = a->partials + (t->partial + r) * width;
+        const float *parts = batch->partials + (t->partial + r) * width;
         const long step = t->heads * width;
         float most = -INFINITY, total = 0, weight[MAX_SPLITS];
         for (long i = 0; i < t->splits; i++) /* an empty split has the unified maximum, which may be far above the others */
@@ -157,7 +159,7 @@ static void join(const attention_args * a, const task_t *t) {
             weight[i] = parts[i * step + 1] > 0 ? power(parts[i * step] - most) : 0;
             total += weight[i] * parts[i * step + 1];
         }
-        elem *out = a->out + (a->starts[t->sequence] + t->token) * a->out_stride + (t->head + r) * a->value_dim;
+        elem *out = a->out + (batch->starts[t->sequence] + t->token) * a->out_stride + (t->head + r) * a->value_dim;
         for (long d = 0; d < a->value_dim; d += LANES) {
             V sum = v_set(0);
             for (long i = 0; i < t->splits; i++)
@@ -168,16 +170,18 @@ static void join(const attention_args * a, const task_t *t) {
 }
 
 /* Returns the sum of `task`. */
-long NAME(attention)(const attention_args * a, workspace_t *workspaces, long joins, int threads) {
+long NAME(attention)(const attention_args * a, int threads) {
+    const attention_batch *batch = a->batch;
     long recomputed = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
 #pragma omp for schedule(dynamic, 1) reduction(+ : recomputed)
-        for (long i = 0; i < a->count; i++) recomputed += task(a, a->tasks + i, workspaces + omp_get_thread_num());
-        if (joins) {
+        for (long i = 0; i < batch->count; i++)
+            recomputed += task(a, batch->tasks + i, batch->workspaces + omp_get_thread_num());
+        if (batch->joins) {
 #pragma omp for schedule(static)
-            for (long i = 0; i < a->count; i++)
-                if (a->tasks[i].splits > 1) join(a, a->tasks + i);
+            for (long i = 0; i < batch->count; i++)
+                if (batch->tasks[i].splits > 1) join(a, batch->tasks + i);
         }
     }
     return recomputed;

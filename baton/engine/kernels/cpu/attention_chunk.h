@@ -53,14 +53,21 @@ typedef struct {
     long limit[MAX_ROWS], lower[MAX_ROWS];
 } __attribute__((aligned(64))) workspace_t;
 
+/* The part of the arguments that all layers of a forward share. */
+typedef struct {
+    const int32_t *tables, *starts, *lens;
+    const task_t *tasks;
+    float *partials;
+    workspace_t *workspaces; /* one for each thread */
+    long count, joins, table_stride; /* tasks, and rows of `partials` */
+} attention_batch;
+
 typedef struct {
     const elem *query;
     const char *keys, *values; /* strides are in bytes */
     elem *out;
-    const int32_t *tables, *starts, *lens;
-    const task_t *tasks;
-    float *partials;
-    long count, heads, kv_heads, dim, value_dim, block_size, table_stride, query_stride, out_stride;
+    const attention_batch *batch;
+    long heads, kv_heads, dim, value_dim, block_size, query_stride, out_stride;
     long k_block, k_token, k_head, v_block, v_token, v_head, window, unified, narrow; /* partials as bfloat16 */
     long levels; /* whether the cache is int8 */
     float scale, phi;

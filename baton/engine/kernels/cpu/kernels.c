@@ -6,3 +6,4 @@
 #include "blocks.c"
 #include "quantized.c"
 #include "sampling.c"
+#include "calls.c"

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from baton.engine.batch import Batch
 from baton.engine.kernels.base import ANY_ROWS, HeadNorms, Linear, Rotation, Splits
-from baton.engine.kernels.cpu.attention import CompiledAttention, is_compiled, strides_of, struct_fields
+from baton.engine.kernels.cpu.attention import CompiledAttention, is_compiled, strides_of
+from baton.engine.kernels.cpu.calls import Kernel, Recorder, struct_fields
 from baton.engine.kernels.cpu.compiler import chosen_level, library_name, load_library
 from baton.engine.kernels.cpu.kernel_choice import FLAT_ROWS, Choice, Profile
 from baton.engine.kernels.cpu.quantized import CompiledQuantized, QuantizedProducts
@@ -148,13 +149,16 @@ class CpuKernels:
         library, self.level = load_library(element, folder), chosen_level()
         self.dtype, self.profile, self.splits = dtype, profile, splits
         self.shapes: set[tuple[int, int]] = set()  # of weights of the linear layers made so far
-        self.products = Products.of(library, element)
-        self._norm, self._norm_args = library[f"norm_{element}"], NormArgs()
-        self._gate, self._gate_args = library[f"gate_{element}"], GateArgs()
-        self._rotate, self._rotate_args = library[f"rotate_and_store_{element}"], RotateArgs()
+        self.recorder = recorder = Recorder()
+        self.products = Products.of(library, element, recorder)
+        self._norm, self._norm_args = Kernel(library, element, "norm", recorder), NormArgs()
+        self._gate, self._gate_args = Kernel(library, element, "gate", recorder), GateArgs()
+        self._rotate, self._rotate_args = Kernel(library, element, "rotate_and_store", recorder), RotateArgs()
         self.library, self.element = library, element
+        self.make_calls = library[f"calls_{element}"]
+        self.make_calls.restype = ctypes.c_long
         self._attention: dict[int | None, CompiledAttention] = {}  # key: window
-        self._quantized = QuantizedProducts(library, element)
+        self._quantized = QuantizedProducts(library, element, recorder)
         self._quantized_shapes: set[str] = set()
 
     def begin(self, batch: Batch) -> None:
@@ -176,7 +180,7 @@ class CpuKernels:
         args.x, args.out, args.weight = x.data_ptr(), out.data_ptr(), weight.data_ptr()
         args.delta = None if delta is None else delta.data_ptr()
         args.rows, args.width, args.eps = x.numel() // x.shape[-1], x.shape[-1], eps
-        self._norm(ctypes.byref(args), torch.get_num_threads())
+        self._norm(args, torch.get_num_threads())
         return out
 
     def rotate_and_store(
@@ -193,14 +197,14 @@ class CpuKernels:
         args.block_size, args.k_block, args.k_token, args.k_head = keys.shape[1], *strides_of(keys)
         args.v_block, args.v_token, args.v_head = strides_of(values)
         args.levels = keys.dtype is torch.int8
-        self._rotate(ctypes.byref(args), torch.get_num_threads())
+        self._rotate(args, torch.get_num_threads())
         return qkv[:, :heads]
 
     def gate(self, gate_up: Tensor, activation: str, out: Tensor) -> Tensor:
         args = self._gate_args
         args.gate_up, args.out = gate_up.data_ptr(), out.data_ptr()
         args.rows, args.width, args.activation = *out.shape, GATES[activation]
-        self._gate(ctypes.byref(args), torch.get_num_threads())
+        self._gate(args, torch.get_num_threads())
         return out
 
     def gated(self, gate_up: Linear, x: Tensor, activation: str, scratch: Tensor, out: Tensor) -> Tensor:
@@ -233,14 +237,20 @@ class CpuKernels:
         return (self.name, library_name(self.library), f"unified {self.profile.unified_max}", *products)
 
     @property
+    def moves(self) -> int:
+        """How often scratch of products moved, so that recorded addresses of it are invalid."""
+        return self.products.moves + self._quantized.scratch.moves
+
+    @property
     def fallbacks(self) -> int:
         """Rows of attention that left the unified maximum, over all forwards: see `CompiledAttention`."""
         return sum(attention.fallbacks for attention in self._attention.values())
 
     def attention(self, batch: Batch, block_size: int, window: int | None, scale: float) -> CompiledAttention:
         if window not in self._attention:
-            unified = self.profile.unified_max
-            self._attention[window] = CompiledAttention(self.library, self.element, window, unified, by=self.splits)
+            self._attention[window] = CompiledAttention(
+                self.library, self.element, window, self.profile.unified_max, by=self.splits, recorder=self.recorder
+            )
         return self._attention[window].bind(batch, block_size, scale)
 
 
@@ -253,16 +263,17 @@ def _pinned(choice: Choice) -> Choice:
 class Products:
     """The two compiled products of one dtype, and the scratch in which they widen, transpose and pack."""
 
-    flat: ctypes._NamedFuncPointer
-    tall: ctypes._NamedFuncPointer
+    flat: Kernel
+    tall: Kernel
     flat_scratch: ctypes._NamedFuncPointer  # words of scratch per row
     tall_scratch: ctypes._NamedFuncPointer
     scratch: Tensor
     fixed: bool = False  # whether the current forward is fixed
+    moves: int = 0  # of the scratch
 
     @classmethod
-    def of(cls, library: ctypes.CDLL, element: str) -> Products:
-        flat, tall = library[f"linear_{element}"], library[f"gemm_{element}"]
+    def of(cls, library: ctypes.CDLL, element: str, recorder: Recorder) -> Products:
+        flat, tall = (Kernel(library, element, name, recorder) for name in ("linear", "gemm"))
         sizes = library[f"linear_scratch_{element}"], library[f"gemm_scratch_{element}"]
         for size in sizes:
             size.restype = ctypes.c_long
@@ -271,7 +282,7 @@ class Products:
     def room(self, words: int) -> c_void_p:
         """Return the address of scratch of so many 32-bit words."""
         if self.scratch.numel() < words:
-            self.scratch = torch.empty(words)
+            self.scratch, self.moves = torch.empty(words), self.moves + 1
         return c_void_p(self.scratch.data_ptr())
 
 
@@ -305,12 +316,12 @@ class CompiledLinear:
     def tall(self, x: Tensor, out: Tensor, activation: int) -> Tensor:
         """Compute the product by the tall kernel, and apply the gate unless `activation` is NO_GATE."""
         products, args, threads = self._products, self._filled(x, out), torch.get_num_threads()
-        room = products.room(products.tall_scratch(args, threads, int(activation != NO_GATE)))
+        room = products.room(products.tall_scratch(ctypes.byref(args), threads, int(activation != NO_GATE)))
         products.tall(args, room, threads, activation)
         return out
 
-    def _filled(self, x: Tensor, out: Tensor) -> ctypes._CArgObject:
+    def _filled(self, x: Tensor, out: Tensor) -> LinearArgs:
         args = self._args
         args.x, args.y, args.rows = x.data_ptr(), out.data_ptr(), x.shape[0]
         args.stride_x, args.stride_y, args.wide = x.stride(0), out.stride(0), out.dtype is not x.dtype
-        return ctypes.byref(args)
+        return args

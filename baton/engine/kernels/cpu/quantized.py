@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from baton.engine.kernels.base import Scratch
-from baton.engine.kernels.cpu.attention import struct_fields
+from baton.engine.kernels.cpu.calls import Kernel, Recorder, struct_fields
 from baton.engine.kernels.quantized import QuantizedWeight
 
 PANEL = 16  # outputs, as in quantized.c
@@ -36,8 +36,9 @@ class ProductArgs(ctypes.Structure):
 class QuantizedProducts:
     """The two functions of one element type, and the scratch in which activations are quantised."""
 
-    def __init__(self, library: ctypes.CDLL, element: str) -> None:
-        self.quantize, self.multiply = library[f"quantize_{element}"], library[f"quantized_{element}"]
+    def __init__(self, library: ctypes.CDLL, element: str, recorder: Recorder) -> None:
+        self.quantize = Kernel(library, element, "quantize", recorder)
+        self.multiply = Kernel(library, element, "quantized", recorder)
         self.scratch = Scratch(torch.int8, torch.device("cpu"))
 
 
@@ -82,10 +83,10 @@ class CompiledQuantized:
         first, args = self._x, self._args
         first.x, first.rows, first.stride_x = x.data_ptr(), rows, x.stride(0)
         first.q, first.scales, first.sums = q.data_ptr(), scales.data_ptr(), sums.data_ptr()
-        self._products.quantize(ctypes.byref(first), threads)
+        self._products.quantize(first, threads)
         args.q, args.scales, args.sums, args.rows = first.q, first.scales, first.sums, rows
         args.y, args.stride_y, args.wide = out.data_ptr(), out.stride(0), out.dtype is not x.dtype
-        self._products.multiply(ctypes.byref(args), threads)
+        self._products.multiply(args, threads)
         return out
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from baton.engine.kernels.cpu.attention import struct_fields
+from baton.engine.kernels.cpu.calls import struct_fields
 
 
 class DrawArgs(ctypes.Structure):
