@@ -33,7 +33,7 @@ COMPILED_KERNELS_HERE := $(BIN)/python -c "from baton.engine.kernels.cpu.compile
 # All files with tests that load kernels (`compiler.load_library`).
 KERNEL_SUITES := tests/unit/kernels tests/integration/test_tensor_parallel.py tests/e2e/test_determinism.py \
 	$(patsubst %,tests/unit/engine/test_%.py,deterministic determinism thinking) \
-	$(patsubst %,tests/unit/model/test_%.py,checkpoints families fixed_forwards kv weights) \
+	$(patsubst %,tests/unit/model/test_%.py,checkpoints families fixed_forwards kv replays weights) \
 	$(patsubst %,tests/unit/worker/test_%.py,build roles_thinking)
 TOKENIZERS := claude deepseek_v3 gemini gemma3 gpt35turbo gpt4o gptoss llama2 llama3 llama3_1 qwen3
 # The mark stands in the files of the tests, so that no other file needs to be imported. There is none at present.

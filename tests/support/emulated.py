@@ -75,12 +75,18 @@ class Emulated:
             return self._place(value.value) if value.value else (-1, 0)
         if value is None or isinstance(value, int | ctypes.c_long):
             return -1, (value.value if isinstance(value, ctypes.c_long) else value) or 0
-        held = value._obj
+        return self._structure(value._obj), 0
+
+    def _structure(self, held) -> int:
+        """Return the buffer of a structure or number, after noting the pointers in it."""
         index = self._buffer(ctypes.addressof(held), ctypes.sizeof(held))
         for name, kind in getattr(held, "_fields_", ()):
-            if kind is ctypes.c_void_p and (pointer := getattr(held, name)):
-                self._pointers.append((index, getattr(type(held), name).offset, *self._place(pointer)))
-        return index, 0
+            pointer, offset = getattr(held, name), getattr(type(held), name).offset
+            if issubclass(kind, ctypes._Pointer):
+                self._pointers.append((index, offset, self._structure(pointer.contents), 0))
+            elif kind is ctypes.c_void_p and pointer:
+                self._pointers.append((index, offset, *self._place(pointer)))
+        return index
 
 
 class _Function(SimpleNamespace):

@@ -11,7 +11,7 @@ from baton.engine.kernels.base import Rotation, Scratch
 from baton.engine.kernels.elementwise import mapped
 from baton.engine.models.rope import RopeConfig
 
-FEWEST_ROWS = 1024  # of the table
+PIECE = 1024  # positions that a table gets together
 
 
 def inverse_frequencies(rope: RopeConfig) -> Tensor:
@@ -72,7 +72,7 @@ class Rotary:
         scales = torch.cat((torch.full_like(inv_freq, scale), torch.ones(still))).to(device)
         self._scale: Tensor | float = scale if scale == 1.0 or not still else scales
         self._dtype = dtype
-        self._table: Rotation | None = None
+        self._table = Rotation(*torch.empty(2, 0, len(self._inv_freq), dtype=dtype))
 
     def __call__(self, positions: Tensor, *, fixed: bool = False) -> Rotation:
         angles = positions[:, None].float() * self._inv_freq
@@ -83,14 +83,19 @@ class Rotary:
         """Return the rotations of `positions`, int64 [N], on a CPU, in tensors of `scratch` with this number. They come
         from a table that grows. Its bits are those of a fixed forward.
         """
-        last = int(positions.numpy().max())
-        if self._table is None or last >= self._table.cos.shape[0]:
-            self._table = self(torch.arange(max(FEWEST_ROWS, 1 << last.bit_length())), fixed=True)
+        if (last := int(positions.numpy().max())) >= self._table.cos.shape[0]:
+            self._table = self._longer(last + 1)
         size = positions.shape[0], self._table.cos.shape[1], self._dtype
         found = Rotation(*(scratch.take(name, *size) for name in (f"cos{number}", f"sin{number}")))
         torch.index_select(self._table.cos, 0, positions, out=found.cos)
         torch.index_select(self._table.sin, 0, positions, out=found.sin)
         return found
+
+    def _longer(self, length: int) -> Rotation:
+        """Return the table with at least `length` positions, and half as many again. Only new ones are computed."""
+        begin, end = self._table.cos.shape[0], length + length // 2
+        new = [self(torch.arange(at, at + PIECE), fixed=True) for at in range(begin, end, PIECE)]
+        return Rotation(*(torch.cat(parts) for parts in zip(self._table, *new, strict=True)))
 
 
 def row_order(head_dim: int, rotated: int, *, interleaved: bool) -> Tensor | None:

@@ -53,22 +53,25 @@ class Steps:
         self.free = self.rng.sample(range(BLOCKS), BLOCKS)
         self.rows: list[Row] = []
 
-    def step(self, chunks, **changes):
-        """Compute so many tokens of the first rows with and without replays, and compare the bits."""
+    def step(self, chunks, wanted=None, **changes):
+        """Compute so many tokens of the first rows with and without replays, and compare the bits of wanted logits. By
+        default, these are the last ones of each row.
+        """
         while len(self.rows) < len(chunks):
             self.rows.append(Row([self.rng.randrange(VOCAB) for _ in range(400)], 0))
         rows, size = self.rows[: len(chunks)], self.backend.layout.block_size
         for row, chunk in zip(rows, chunks, strict=True):
             while len(row.blocks) * size < row.computed + chunk:
                 row.blocks.append(self.free.pop())
-        batch = make_batch(rows, chunks, [[chunk - 1] for chunk in chunks], size)
+        batch = make_batch(rows, chunks, wanted or [[chunk - 1] for chunk in chunks], size)
         batch = replace(batch, **changes)
         model, replays = self.backend.model, self.backend.model.replays
-        found = self.backend.forward(batch, self.kv).clone()
+        found = self.backend.forward(batch, self.kv).clone(), model.hidden.clone()
         model.replays = None
-        expected = self.backend.forward(batch, self.other).clone()
+        expected = self.backend.forward(batch, self.other).clone(), model.hidden
         model.replays = replays
-        assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+        for left, right in zip(found, expected, strict=True):
+            assert torch.equal(left.view(torch.uint8), right.view(torch.uint8))
         for row, chunk in zip(rows, chunks, strict=True):
             row.computed += chunk
 
@@ -97,6 +100,32 @@ def test_steps_have_the_bits_of_forwards_without_replays(family, dtype, threads,
         steps.step(chunks[:1], fixed=True)
     steps.check_caches()
     assert backend.model.replays.count >= 8
+
+
+def test_rows_of_one_sequence_and_of_several_take_turns(tmp_path, seed):
+    """A speculated step wants logits of all rows of a sequence. Only the cut of the batch differs."""
+    steps = Steps(loaded(tmp_path, REPLAYED["llama"]), seed)
+    for chunks in ([1, 1, 1], [1, 1, 1], [3], [1, 1, 1], [2, 1], [3], [1, 2], [1, 1, 1]):
+        steps.step(chunks, [list(range(chunk)) for chunk in chunks])
+    steps.check_caches()
+    assert steps.backend.model.replays.count == 6
+
+
+@pytest.mark.parametrize("at", [1, 2])  # while it is recorded, and in a replay
+def test_a_listener_that_fails_spoils_nothing(at, tmp_path, seed):
+    steps, layers = Steps(loaded(tmp_path, REPLAYED["llama"]), seed), list[int]()
+
+    def fail(layer):
+        raise OSError(layer)
+
+    for n in range(6):
+        if n == at:
+            with pytest.raises(OSError, match="0"):
+                steps.step([1], on_layer=fail)
+        steps.step([1], on_layer=layers.append)
+    steps.check_caches()
+    assert layers == [0, 1] * 2 * 6
+    assert steps.backend.model.replays.count == 4
 
 
 @pytest.mark.parametrize(("quantize", "kv_dtype"), [("int8", "auto"), ("int4", "int8")])
@@ -243,6 +272,19 @@ def test_layers_of_several_sizes_that_share_an_attention_are_not_replayed(seed):
         attend(few, data.keys, data.values, out[:, :32])
 
     assert replaying(kernels, data.batch, layers, 4, [attend]).count == 0
+
+
+def test_attention_of_another_kind_is_not_replayed(seed):
+    data, kernels = paged(seed, [(1, 30)], heads=4, kv_heads=2, dim=16), kernels_of()
+    attend, out = kernels.attention(data.batch, 4, None, 0.25), torch.empty(1, 64)
+
+    def counting(*args):
+        return attend(*args)
+
+    def layers(_):
+        return counting(data.query, data.keys, data.values, out)
+
+    assert replaying(kernels, data.batch, layers, 4, [counting]).count == 0
 
 
 def test_rows_that_left_the_unified_maximum_are_counted_in_replays(seed):

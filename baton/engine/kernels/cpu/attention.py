@@ -32,7 +32,8 @@ class AttentionArgs(ctypes.Structure):
     """`attention_args` of attention_chunk.h."""
 
     _fields_: ClassVar = struct_fields(
-        (c_void_p, "query keys values out batch"),
+        (c_void_p, "query keys values out"),
+        (ctypes.POINTER(AttentionBatch), "batch"),
         (c_long, "heads kv_heads dim value_dim block_size query_stride out_stride"),
         (c_long, "k_block k_token k_head v_block v_token v_head window unified narrow levels"),
         (c_float, "scale phi"),
@@ -89,7 +90,7 @@ class CompiledAttention:
         unified, phi = unified_max is not None, unified_max or 0.0
         self._shared = AttentionBatch()
         self._args = AttentionArgs(window=window or 0, unified=unified, phi=phi, narrow=by == "load_bf16")
-        self._args.batch = ctypes.addressof(self._shared)
+        self._args.batch = ctypes.pointer(self._shared)
         self._tasks = torch.empty(256, TASK_INTS, dtype=torch.int32)
         self._partials = torch.empty(0)
         self._workspaces = torch.empty(0, dtype=torch.uint8)

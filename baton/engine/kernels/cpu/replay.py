@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -67,7 +67,7 @@ class Replays:
         self._cache: Callable[[], object] = lambda: None
         self.count = 0  # of replays
 
-    def __call__(self, batch: Batch, cache: object, attends: Iterable[Attention], layers: Layers) -> Tensor:
+    def __call__(self, batch: Batch, cache: object, attends: Collection[Attention], layers: Layers) -> Tensor:
         """Do what `layers` would do for this batch and cache, and return its result. It uses these `attends`, and the
         addresses of its other inputs do not depend on the batch.
         """
@@ -108,8 +108,9 @@ class Replays:
         first = ctypes.byref(tape.calls, begin * ctypes.sizeof(Call))
         return int(self._kernels.make_calls(first, ctypes.c_long(end - begin), torch.get_num_threads()))
 
-    def _record(self, key: _Key, on_layer: Listener | None, attends: Iterable[Attention], layers: Layers) -> Tensor:
+    def _record(self, key: _Key, on_layer: Listener | None, attends: Collection[Attention], layers: Layers) -> Tensor:
         used = [attend for attend in attends if isinstance(attend, CompiledAttention)]
+        foreign = len(used) < len(attends)  # a replay cannot cut the batch for it
         before, plans = self._moves, [attend.plans for attend in used]
         marks: list[tuple[int, int]] = []
 
@@ -123,7 +124,7 @@ class Replays:
             result = layers(listen)
         cuts = [attend.plans - count for attend, count in zip(used, plans, strict=True)]
         # Layers of several sizes that share an attention cut each batch anew.
-        if torch_computes.found or max(cuts, default=0) > 1:
+        if torch_computes.found or foreign or max(cuts, default=0) > 1:
             self._never.add(key)
             return result
         planned = [(attend, attend.planned) for attend in used]
