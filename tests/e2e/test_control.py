@@ -13,7 +13,7 @@ from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 from tools.history_check import check
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.sample(2, of="control of a running cluster")]
 QUICK = ("ledger.heartbeat_s=0.2",)
 SETS = ("model.path=oracle", "model.max_model_len=512", "router.queue.max_wait_s=60", "prefill.replicas=2", *QUICK)
 SERVED = {"whole", "left"}

@@ -62,7 +62,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "sampled": {"prompt": text_of(5, 160), "temperature": 0.8, **MANY},
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
-another_cluster = pytest.mark.sample(2, of="deterministic requests on a cluster of another kind")
+another_cluster = pytest.mark.sample(1, of="deterministic requests on a cluster of another kind")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from tests.support.cluster_process import ROOT
 from tests.support.time_factor import scaled
 
 pytestmark = pytest.mark.slow
-some = pytest.mark.sample(2, of="profiles of running clusters, and benchmarks that start one")
+some = pytest.mark.sample(1, of="profiles of running clusters, and benchmarks that start one")
 ORACLE = ("model.path=oracle", "model.max_model_len=640")
 
 
@@ -67,14 +67,15 @@ with cluster("ended") as state:
 
 
 @some
-def test_a_benchmark_that_is_ended_leaves_nothing():
-    """Only SIGTERM is tested, because Python itself turns SIGINT into an exception."""
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)])
+def test_a_benchmark_that_is_ended_leaves_nothing(sent, code):
+    """SIGINT is not tested, because Python itself turns it into an exception."""
     command = [sys.executable, "-c", PROGRAM]
     with subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as benchmark:
         assert benchmark.stdout is not None
         started = [psutil.Process(int(pid)) for pid in benchmark.stdout.readline().split()]
         assert len(started) > 2, "router and workers at least"
-        benchmark.terminate()
-        assert benchmark.wait(scaled(60)) == 128 + signal.SIGTERM
-    _, alive = psutil.wait_procs(started, timeout=scaled(10))
+        benchmark.send_signal(sent)
+        assert benchmark.wait(scaled(60)) == code
+        _, alive = psutil.wait_procs(started, timeout=scaled(60))
     assert not alive

@@ -128,7 +128,7 @@ def written(name: str, folder: Path) -> Any:
     return made.eval().requires_grad_(False)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [*FIRST, *OTHERS])
 async def test_tokens_of_a_cluster_are_those_of_transformers(
     name: str, tmp_path: Path, redis: EmbeddedRedis, seed: int, capsys: pytest.CaptureFixture[str]

@@ -34,7 +34,7 @@ PAGE_OF |= dict.fromkeys(("soak-soak", "soak-control"), "faults") | {
 }
 PAGE_OF |= dict.fromkeys(("determinism-levels", "determinism-agreement"), "determinism")
 slow = pytest.mark.slow
-program_run = pytest.mark.sample(2, of="programs of benchmarks/")
+program_run = pytest.mark.sample(1, of="programs of benchmarks/")
 
 
 def run(program: str, *options: str, out: Path | None = None) -> tuple[str, dict[str, Any]]:

@@ -150,7 +150,7 @@ def test_a_model_that_thinks_is_not_captured(tmp_path, monkeypatch, write, captu
     assert (cuda_graphs.with_graphs(model, kv, widest) is not model) == made.called == captured
 
 
-@pytest.mark.sample(3, of="long under the interpreter")
+@pytest.mark.sample(1, of="long under the interpreter")
 @pytest.mark.usefixtures("products_by_row")
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_fixed_forwards_are_steady(family, device):

@@ -25,7 +25,7 @@ from tests.unit.model.harness import greedy
 
 pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="tests/unit/gpu/test_ranks.py is for GPUs"),
-    pytest.mark.sample(3, of="long under the interpreter"),
+    pytest.mark.sample(1, of="long under the interpreter"),
 ]
 SHAPE: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 17}
 SHAPE |= {"max_position_embeddings": 100, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
