@@ -1,4 +1,4 @@
-"""Frames of a handoff: which rectangles of (layers x positions) travel together, and their digests. Pure.
+"""Frames of a handoff: which rectangles of (layers x positions) travel together, and their digests.
 
         positions ->
 layers  | sent    | ready    .       Chunks of a prompt make KV ready from left to right, and in each chunk layer by
@@ -15,7 +15,7 @@ missing, repeated, changed or swapped does. It detects accidents, not attacks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ import numpy as np
 from torch import Tensor
 
 from baton.core import KVLayout
+from baton.engine.kv_cache import KVCache
 from baton.hashing import frame_digest
 
 Words = np.ndarray[Any, np.dtype[np.uint64]]
@@ -56,11 +57,11 @@ class KVDigest:
         with np.errstate(over="ignore"):
             self._sum += (hashed * (_mixed(self._places(frame)) | np.uint64(1))).sum(dtype=np.uint64)
 
-    def add_all(self, layout: KVLayout, begin: int, end: int, read: Callable[[FrameSpec], Tensor]) -> None:
-        """Add positions [begin, end) of all layers. `read` returns the bytes of a frame in wire order."""
-        for layer in range(layout.layers):
-            frame = FrameSpec(layer, layer + 1, begin, end, (end - begin) * layout.layer_token_bytes)
-            self.add(frame, read(frame))
+    def add_all(self, kv: KVCache, blocks: Sequence[int], begin: int, end: int) -> None:
+        """Add positions [begin, end) of all layers of a sequence in `blocks`."""
+        for layer in range(kv.layout.layers):
+            frame = FrameSpec(layer, layer + 1, begin, end, (end - begin) * kv.layout.layer_token_bytes)
+            self.add(frame, kv.copied(frame.layers, blocks, begin, end))
 
     @property
     def value(self) -> bytes:

@@ -27,14 +27,8 @@ from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import wire
 from kvtransfer.frames import Coverage, FrameSpec, KVDigest, wire_digest
 from kvtransfer.handoff import CommitState, HandoffTable, Offer, PushEnd
-from kvtransfer.transports.base import (
-    ChannelEnd,
-    ControlPath,
-    Endpoint,
-    Places,
-    RemotePool,
-    Transport,
-)
+from kvtransfer.transports.base import ChannelEnd, Endpoint, Places, RemotePool, Transport
+from kvtransfer.transports.unix_socket import ControlSocket
 from kvtransfer.wire import FingerprintRefused, FrameRefused, end_of, frame_of, refusal_to_pb
 
 
@@ -93,14 +87,6 @@ class Frame:
 
 
 @dataclass(slots=True, eq=False)
-class Listing:
-    """Places of a handoff's KV in the sender's pool. They apply to the frames after it."""
-
-    inbound: IncomingHandoff
-    places: pb.PoolBlocks
-
-
-@dataclass(slots=True, eq=False)
 class EndOfHandoff:
     """The end of a handoff, after the channel's first `after` frames. `commit` is None if the sender aborted it."""
 
@@ -110,7 +96,7 @@ class EndOfHandoff:
 
 
 # An item for the receiving thread. Messages from the control socket are not checked yet. None ends the thread.
-Item = Frame | Listing | EndOfHandoff | pb.PeerCommand | None
+Item = Frame | EndOfHandoff | pb.PeerCommand | None
 
 
 class ReceiveQueue:
@@ -119,7 +105,7 @@ class ReceiveQueue:
     """
 
     def __init__(self) -> None:
-        self.control_socket: ControlPath | None = None  # set by the receiving thread before its first `take`
+        self.control_socket: ControlSocket | None = None  # set by the receiving thread before its first `take`
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()  # bounded by credits and offers
 
     def put(self, item: Item) -> None:
@@ -164,7 +150,6 @@ class ReceiveLoop:
         self._ring = end.ring_of(transport)
         self._credited = 0
         self._one_sided = transport.one_sided
-        self._pool: RemotePool | None = None  # of a one-sided channel, when it is built
         self._done_at = 0.0  # when the last frame was done
 
     def stop(self) -> None:
@@ -176,13 +161,7 @@ class ReceiveLoop:
         """Run until `stop`. Raises BatonError if the channel fails or the peer violates the protocol."""
         if channel.control_socket is not None and self.announced:
             raise FrameRefused("a frame was announced before the channel was built")
-        self.queue.control_socket, self._pool = channel.control_socket, channel.pool
-        try:
-            self._run(channel)
-        finally:
-            self._pool = None  # the session is kept after its end, and the sender's pool must not be
-
-    def _run(self, channel: ChannelEnd) -> None:
+        self.queue.control_socket = channel.control_socket
         todo: deque[Frame | EndOfHandoff | None] = deque()
         early: deque[EndOfHandoff] = deque()
         while not self.over:
@@ -203,13 +182,13 @@ class ReceiveLoop:
         if isinstance(item, pb.PeerCommand):
             if item.HasField("commit"):
                 return self.claim(item)
-            item = self._checked_packet(item)
+            if item.HasField("blocks"):
+                return self._learn_places(item.blocks, channel.pool)
+            item = self.checked(item.frame, self.inbound)
         if isinstance(item, Frame):
             self._start(channel, item)
         if isinstance(item, EndOfHandoff):
             early.append(item)
-        elif isinstance(item, Listing):
-            item.inbound.places.replace(item.places.first, item.places.blocks, item.places.generations)
         else:
             todo.append(item)
         while early and early[0].after <= self.announced:
@@ -225,14 +204,11 @@ class ReceiveLoop:
                 raise FrameRefused(f"frame {frame.number}: its places in the sender's pool are not known")
             frame.places = replace(inbound.places)
 
-    def _checked_packet(self, command: pb.PeerCommand) -> Frame | Listing:
-        if command.HasField("blocks"):
-            return self._checked_places(command.blocks)
-        return self.checked(command.frame, self.inbound)
-
-    def _checked_places(self, message: pb.PoolBlocks) -> Listing:
-        """Return the places if they are in the sender's pool and of an accepted handoff. Raises FrameRefused."""
-        inbound, pool = self.inbound.get(convert.handoff_from_pb(message.handoff)), self._pool
+    def _learn_places(self, message: pb.PoolBlocks, pool: RemotePool | None) -> None:
+        """Take the places of a handoff's KV, for the frames that follow. Raises FrameRefused if they are not in the
+        sender's pool, or of no accepted handoff.
+        """
+        inbound = self.inbound.get(convert.handoff_from_pb(message.handoff))
         if inbound is None or pool is None:
             raise FrameRefused("places in the sender's pool belong to no accepted handoff of a one-sided channel")
         total, most = pool.total_blocks, -(-inbound.known_tokens // pool.block_size)
@@ -240,7 +216,7 @@ class ReceiveLoop:
             raise FrameRefused(f"{len(message.blocks)} places from block {message.first} of {most} on are not valid")
         if max(message.blocks, default=0) >= total:
             raise FrameRefused(f"block {max(message.blocks)} is not in the sender's pool of {total} blocks")
-        return Listing(inbound, message)
+        inbound.places.replace(message.first, message.blocks, message.generations)
 
     def take_state(self, message: pb.StatePart) -> None:
         """Append a part of a recurrent state, unless its handoff has ended. Raises FrameRefused if it is too long.
@@ -284,13 +260,14 @@ class ReceiveLoop:
 
     def _receive(self, channel: ChannelEnd, frame: Frame) -> None:
         channel.finish(frame.number)
-        inbound = frame.inbound
-        if channel.pool is not None:
-            self._read(channel.pool, frame)
-        elif inbound is None:
-            self._check_pattern(frame, channel.slot(frame.number)[: frame.spec.nbytes])
+        inbound, pool, size = frame.inbound, channel.pool, frame.spec.nbytes
+        if inbound is None:
+            piece = channel.slot(frame.number)[:size] if pool is None else pool.probe(frame.number, size)
+            self._check_pattern(frame, piece)
+        elif pool is not None and not inbound.dropped:
+            self._writing(inbound, partial(self._copy, pool, inbound, frame))
         elif not inbound.dropped:
-            data = channel.slot(frame.number)[: frame.spec.nbytes]
+            data = channel.slot(frame.number)[:size]
             inbound.digests.append(wire_digest(data))
             if inbound.whole is not None:
                 inbound.whole.add(frame.spec, data)
@@ -318,17 +295,10 @@ class ReceiveLoop:
         else:
             self._reply(reply)
 
-    def _read(self, pool: RemotePool, frame: Frame) -> None:
-        """Read a frame from the sender's pool. If its blocks were given away, the sender withdrew it."""
-        inbound, spec = frame.inbound, frame.spec
-        if inbound is None:
-            return self._check_pattern(frame, pool.probe(frame.number, spec.nbytes))
-        if inbound.dropped:
-            return None
-        return self._writing(inbound, partial(self._copy, pool, inbound, frame))
-
     def _copy(self, pool: RemotePool, inbound: IncomingHandoff, frame: Frame, blocks: Sequence[int]) -> None:
-        """Read, verify and record a frame. Raises DigestMismatch."""
+        """Read a frame from the sender's pool, verify and record it. If its blocks were given away, the sender withdrew
+        it. Raises DigestMismatch.
+        """
         kv, spec = self._end.kv, frame.spec
         frame.places.fresh = inbound.places.fresh
         whole = pool.read(kv, spec, frame.places, blocks)
@@ -338,12 +308,6 @@ class ReceiveLoop:
         if frame.digest and frame.digest != wire_digest(kv.copied(spec.layers, blocks, spec.begin, spec.end)):
             raise DigestMismatch(f"handoff {inbound.handoff}: frame {frame.number} differs")
         return inbound.announced.read(spec)
-
-    def _hash(self, inbound: IncomingHandoff, whole: KVDigest) -> None:
-        """Compute the digest of the whole KV from its blocks. Raises StaleAttempt."""
-        kv, span = self._end.kv, (inbound.skip, inbound.known_tokens)
-        with self._table.writing(inbound.handoff, self._sender) as blocks:
-            whole.add_all(kv.layout, *span, lambda frame: kv.copied(frame.layers, blocks, *span))
 
     def _check_pattern(self, frame: Frame, data: Tensor) -> None:
         if not torch.equal(data.cpu(), pattern(frame.number, frame.spec.nbytes)):
@@ -397,7 +361,8 @@ class ReceiveLoop:
             raise StaleAttempt(f"handoff {inbound.handoff} has ended here")
         try:
             if self._one_sided and inbound.whole is not None:
-                self._hash(inbound, inbound.whole)
+                with self._table.writing(inbound.handoff, self._sender) as blocks:
+                    inbound.whole.add_all(self._end.kv, blocks, inbound.skip, inbound.known_tokens)
             data = end.state.data if isinstance(end.state, RecurrentState) else b"".join(inbound.state)
             inbound.check(message, data)
         except DigestMismatch:

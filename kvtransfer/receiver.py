@@ -31,7 +31,7 @@ from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import peer_pb2 as pb
 from baton.rpc.v1.peer_pb2_grpc import PeerServicer
 from kvtransfer.handoff import HandoffTable, TransferSettings
-from kvtransfer.receive_loop import EndOfHandoff, IncomingHandoff, ReceiveLoop, inbound_of
+from kvtransfer.receive_loop import EndOfHandoff, ReceiveLoop, inbound_of
 from kvtransfer.transports.base import ChannelName, Choice, Endpoint, KeyRelay, Side, Transport
 from kvtransfer.transports.grpc import GrpcTransport
 from kvtransfer.wire import FingerprintRefused, FrameRefused, VersionRefused, refusal_to_pb
@@ -118,18 +118,15 @@ class Session:
     def _offered(self, message: pb.Offer) -> None:
         handoff = convert.handoff_from_pb(message.handoff)
         try:
-            self._receive_loop.open[handoff] = self._receive_loop.inbound[handoff] = self._accept(handoff, message)
+            if handoff in self._receive_loop.inbound:
+                raise StaleAttempt(f"handoff {handoff} was offered before")
+            offer, inbound = inbound_of(self._end, handoff, message)
+            self._table.offer(handoff, self.sender, offer)
         except HandoffError as error:
             self._replies.put_nowait(refusal_to_pb(error, handoff))
         else:
+            self._receive_loop.open[handoff] = self._receive_loop.inbound[handoff] = inbound
             self._replies.put_nowait(pb.PeerReply(offer_accepted=pb.OfferAccepted(handoff=message.handoff)))
-
-    def _accept(self, handoff: HandoffId, message: pb.Offer) -> IncomingHandoff:
-        if handoff in self._receive_loop.inbound:
-            raise StaleAttempt(f"handoff {handoff} was offered before")
-        offer, inbound = inbound_of(self._end, handoff, message)
-        self._table.offer(handoff, self.sender, offer)
-        return inbound
 
     def _fetch(self, message: pb.Fetch) -> None:
         handoff = convert.handoff_from_pb(message.handoff)

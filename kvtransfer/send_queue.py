@@ -22,15 +22,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from baton.core import HandoffId, LeftOut, WorkerRef
-from baton.engine.kv_cache import KVCache, Mark
+from baton.core import HandoffId, LeftOut
+from baton.engine.kv_cache import Mark
 from baton.errors import BatonError, ChannelBroken, HandoffError, StaleAttempt
 from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import wire
 from kvtransfer.frames import FrameSpec, KVDigest, Progress
 from kvtransfer.handoff import PushEnd, PushJob, PushResult, Reports
-from kvtransfer.transports.base import ControlPath, Endpoint, KeyRelay, Ring
+from kvtransfer.transports.base import Endpoint, KeyRelay, Ring
+from kvtransfer.transports.unix_socket import ControlSocket
 from kvtransfer.wire import announcement, commit_of, offer_of, places_of, refusal_from_pb, state_parts
 
 NEVER = float("inf")
@@ -77,12 +78,6 @@ class Push:
     digests: list[bytes] = field(default_factory=list)
     whole: KVDigest | None = None
     filling_s: float = 0.0
-
-    def hash(self, kv: KVCache) -> None:
-        """Compute the digest of the whole KV from the blocks, which hold all of it."""
-        self.whole, blocks = KVDigest(kv.layout), self.blocks
-        span = self.job.skip, self.job.known_tokens
-        self.whole.add_all(kv.layout, *span, lambda frame: kv.copied(frame.layers, blocks, *span))
 
     def result(self, transport: str) -> PushResult:
         """Return the result of a push that was acknowledged now."""
@@ -144,7 +139,7 @@ class SendQueue:
         self, end: Endpoint, title: str, enqueue: Callable[[pb.PeerCommand], None], keys: KeyRelay, reports: Reports
     ) -> None:
         self.window = FlowControl(enqueue)  # only the channel's thread announces
-        self.control_socket: ControlPath | None = None  # set by the channel's thread
+        self.control_socket: ControlSocket | None = None  # set by the channel's thread
         self.one_sided = False  # likewise: the receiver reads the blocks until it sends the credit
         self._unread: deque[tuple[Push, FrameSpec]] = deque()  # announced without a credit, of one-sided channels
         self._end, self._title = end, title
@@ -205,14 +200,11 @@ class SendQueue:
                 push.marks.clear()
             self._changed.wait_for(lambda: self._reads != handoff)  # also for a push that has ended
 
-    def finish(self, handoff: HandoffId, end: PushEnd) -> bool:
-        """See `Sender.finish`. Return False if the push is unknown here."""
+    def finish(self, handoff: HandoffId, end: PushEnd) -> None:
         with self._changed:
-            if (push := self._pushes.get(handoff)) is None:
-                return False
-            push.end, push.finished_at = end, time.monotonic()
-            self._wake()
-            return True
+            if push := self._pushes.get(handoff):
+                push.end, push.finished_at = end, time.monotonic()
+                self._wake()
 
     def abort(self, handoff: HandoffId) -> None:
         with self._changed:
@@ -253,15 +245,12 @@ class SendQueue:
 
     # From the channel's thread
 
-    @property
-    def left_out(self) -> tuple[LeftOut, ...]:
-        """The receiver's reasons why it did not take a better transport."""
-        return convert.left_out_from_pb(self._welcome.left_out) if self._welcome else ()
-
-    def welcome(self) -> tuple[str, Ring]:
-        """Wait for the welcome; return its transport and ring. Raises HandoffError if refused or late."""
+    def welcome(self) -> tuple[str, Ring, tuple[LeftOut, ...]]:
+        """Wait for the welcome. Return its transport and ring, and the receiver's reasons against better transports.
+        Raises HandoffError if refused or late.
+        """
         welcome = self._wait(lambda: self._welcome, "welcome")
-        return welcome.transport, Ring(welcome.credits, welcome.frame_size)
+        return welcome.transport, Ring(welcome.credits, welcome.frame_size), convert.left_out_from_pb(welcome.left_out)
 
     def next(self) -> tuple[Push, FrameSpec | None]:
         """Wait for a frame that can be sent now, or for a push that can be committed (its frame is None)."""
@@ -341,7 +330,8 @@ class SendQueue:
         """Send the commit after the last frame, unless the push has ended."""
         assert push.end is not None
         if self.one_sided and (self._end.settings.verify_kv or push.job.verify):
-            push.hash(self._end.kv)
+            push.whole = KVDigest(self._end.kv.layout)  # the blocks hold all of it
+            push.whole.add_all(self._end.kv, push.blocks, push.job.skip, push.job.known_tokens)
         commit = commit_of(push.job.handoff, push.end, push.digests, push.whole.value if push.whole else b"")
         parts = list(state_parts(push.job.handoff, push.end))  # copies, for which others need not wait
         with self._changed:
@@ -481,15 +471,6 @@ class SendQueue:
 
     def _late(self, what: str) -> ChannelBroken:
         return ChannelBroken(f"{self._title}: no {what} within {self._deadline_s} s")
-
-
-@contextmanager
-def opening(to: WorkerRef) -> Iterator[None]:
-    """Raise ChannelBroken if there are no more threads or files, so that the engine goes on."""
-    try:
-        yield
-    except (RuntimeError, OSError) as error:
-        raise ChannelBroken(f"no channel to {to} can be opened: {error}") from error
 
 
 def _mark_of(push: Push, frame: FrameSpec) -> Mark | None:

@@ -32,8 +32,8 @@ from baton.rpc.v1.peer_pb2_grpc import PeerStub
 from kvtransfer import wire
 from kvtransfer.frames import FrameSpec, KVDigest, wire_digest
 from kvtransfer.handoff import PushEnd, PushJob, PushResult, Reports, TransferSettings
-from kvtransfer.send_queue import Push, SendQueue, opening
-from kvtransfer.transports.base import ChannelEnd, ChannelName, Choice, Endpoint, KeyRelay, Ring, Side, better_than
+from kvtransfer.send_queue import Push, SendQueue
+from kvtransfer.transports.base import PREFERENCE, ChannelEnd, ChannelName, Choice, Endpoint, KeyRelay, Ring, Side
 
 log = structlog.get_logger()
 
@@ -149,7 +149,8 @@ class Sender:
 
     def finish(self, handoff: HandoffId, end: PushEnd) -> None:
         """Commit a push once all its KV is sent. Call it after the last `computed`. No-op if the push has ended."""
-        any(channel.queue.finish(handoff, end) for channel in self._all())
+        for channel in self._all():
+            channel.queue.finish(handoff, end)
 
     def abort(self, handoff: HandoffId) -> None:
         """Abort a push in any state: `on_done` follows soon, with StaleAttempt. No-op if the push is unknown."""
@@ -185,8 +186,10 @@ class Sender:
                 self._retire_idle()
                 generation = next(self._generations)
                 end = replace(self._end, choice=self._choice(job.to))
-                with opening(job.to):
+                try:
                     self._channels.append(SendChannel(end, self._connect, job, generation, self._callbacks))
+                except (RuntimeError, OSError) as error:  # there are no more threads or files; the engine goes on
+                    raise ChannelBroken(f"no channel to {job.to} can be opened: {error}") from error
                 return True
             self._channels.remove(channel)
             self._channels.append(channel)
@@ -246,7 +249,6 @@ class SendChannel:
         self._keys = KeyRelay(lambda key, value: self._put(pb.PeerCommand(store_key=pb.StoreKey(key=key, value=value))))
         self.queue = SendQueue(end, f"channel {self._name} to {to}", self._put, self._keys, reports)
         self._stream: PeerStream | None = None
-        self._one_sided = False
         self.queue.add(job)
         self._thread = threading.Thread(target=self._run, name=f"kv-send-{self._name}", daemon=True)
         self._thread.start()
@@ -279,14 +281,14 @@ class SendChannel:
         self._stream = self._connect(self.to.address, self.queue.take, self.stop)
         leaving.callback(self._stream.close)
         self._put(pb.PeerCommand(hello=self._hello()))
-        transport, ring = self.queue.welcome()
+        transport, ring, theirs = self.queue.welcome()
         channel = self._open(transport, ring)
         leaving.callback(channel.close)
-        self.queue.control_socket, self.queue.one_sided = channel.control_socket, self._one_sided
+        self.queue.control_socket = channel.control_socket
         if channel.control_socket is None and not channel.ordered:
             self.queue.window.batch = max(1, ring.slots // 2)
         probed = self._probe(channel, ring)
-        self.channel = Channel(self.to.worker_id, transport, probed, self._left_out(transport))
+        self.channel = Channel(self.to.worker_id, transport, probed, self._left_out(transport, theirs))
         took_ms = round((time.monotonic() - started) * 1e3, 1)
         facts = {"worker": self.to, "channel": str(self._name), "transport": transport, "ms": took_ms}
         log.info("channel_opened", **facts, mib_per_s=round(probed / 2**20))
@@ -294,23 +296,26 @@ class SendChannel:
             push, frame = self.queue.next()
             if frame is None:
                 self.queue.commit(push)
-            elif self._one_sided:
+            elif self.queue.one_sided:
                 self._share(channel, push, frame)
             elif self._fill(channel, push, frame):
                 self._send(channel, ring, push, frame)
 
-    def _left_out(self, taken: str) -> tuple[LeftOut, ...]:
-        """Return why this channel does not use a better transport than `taken`."""
+    def _left_out(self, taken: str, theirs: Sequence[LeftOut]) -> tuple[LeftOut, ...]:
+        """Return why this channel uses no better transport than `taken`, best first. The first reason of one counts."""
         ours = self._end.choice
         private = (LeftOut(t.name, "unavailable", "its KV is private") for t in ours.transports if not t.sends)
         silent = (LeftOut(t.name, "unknown") for t in ours.transports)  # an old receiver sends no reasons
-        return better_than(taken, ours.left_out, private, self.queue.left_out, silent)
+        every = (*ours.left_out, *private, *theirs, *silent)
+        found = {one.transport: one for one in reversed(every)}
+        better = PREFERENCE[: PREFERENCE.index(taken)] if taken in PREFERENCE else PREFERENCE
+        return tuple(found[name] for name in better if name in found)
 
     def _open(self, transport: str, ring: Ring) -> ChannelEnd:
         chosen = self._end.transport(transport)
         if chosen is None:
             raise ChannelBroken(f"channel {self._name}: {self.to} chose transport {transport!r}, which is not offered")
-        self._one_sided = chosen.one_sided
+        self.queue.one_sided = chosen.one_sided
         return chosen.open(self._name, Side.SENDER, self._keys, ring, self._end.settings.frame_deadline_s)
 
     def _probe(self, channel: ChannelEnd, ring: Ring) -> float:
@@ -320,7 +325,7 @@ class SendChannel:
         started = time.monotonic()
         for piece in pieces:
             self.queue.wait_credit()
-            if not self._one_sided:
+            if not self.queue.one_sided:
                 channel.slot(self.queue.window.number)[: frame.nbytes].copy_(piece)
             self._send(channel, ring, None, frame)
         self.queue.wait_probed(wire.FRAMES)

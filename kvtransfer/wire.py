@@ -53,7 +53,9 @@ def offer_of(job: PushJob, fingerprint: str) -> Iterator[pb.PeerCommand]:
 
 def commit_of(handoff: HandoffId, end: PushEnd, digests: Sequence[bytes], kv_digest: bytes) -> pb.Commit:
     """Build the commit: everything that decoding needs except KV, and the digests of the KV and of recurrent state."""
-    state = end.state
+    state, recurrent = end.state, None
+    if isinstance(state, RecurrentState):
+        recurrent = pb.RecurrentState(position=state.position, digest=frame_digest(state.data))
     return pb.Commit(
         handoff=convert.handoff_to_pb(handoff),
         spec=None if end.spec is None else convert.spec_to_pb(end.spec),
@@ -61,12 +63,8 @@ def commit_of(handoff: HandoffId, end: PushEnd, digests: Sequence[bytes], kv_dig
         digests=digests,
         kv_digest=kv_digest,
         thinking=thinking_to_pb(state if isinstance(state, ThinkingState) else None),
-        recurrent=_recurrent(state) if isinstance(state, RecurrentState) else None,
+        recurrent=recurrent,
     )
-
-
-def _recurrent(state: RecurrentState) -> pb.RecurrentState:
-    return pb.RecurrentState(position=state.position, digest=frame_digest(state.data))
 
 
 STATE_PART_BYTES = 4 << 20  # far below the largest message
@@ -96,10 +94,8 @@ def end_of(message: pb.Commit, data: bytes = b"") -> PushEnd:
 
 def announcement(handoff: HandoffId | None, sequence: int, frame: FrameSpec, digest: bytes = b"") -> pb.FrameAnnounce:
     """Announce `frame` as number `sequence` of the channel. `handoff` is None for a frame of the probe."""
-    message = pb.FrameAnnounce(sequence=sequence, digest=digest, **asdict(frame))
-    if handoff is not None:
-        message.handoff.CopyFrom(convert.handoff_to_pb(handoff))
-    return message
+    named = None if handoff is None else convert.handoff_to_pb(handoff)
+    return pb.FrameAnnounce(handoff=named, sequence=sequence, digest=digest, **asdict(frame))
 
 
 _LISTED = 2048  # blocks in one message, which must fit in a packet
@@ -128,10 +124,8 @@ def frame_of(message: pb.FrameAnnounce) -> FrameSpec:
 def refusal_to_pb(error: BatonError, handoff: HandoffId | None = None) -> pb.PeerReply:
     """Build a refusal; without `handoff` it ends the stream. Errors other than HandoffError have the reason FRAME."""
     reason = next((reason for reason, kind in _REASONS if isinstance(error, kind)), pb.HANDOFF_REFUSAL_FRAME)
-    refused = pb.HandoffRefused(reason=reason, detail=str(error))
-    if handoff is not None:
-        refused.handoff.CopyFrom(convert.handoff_to_pb(handoff))
-    return pb.PeerReply(refused=refused)
+    named = None if handoff is None else convert.handoff_to_pb(handoff)
+    return pb.PeerReply(refused=pb.HandoffRefused(handoff=named, reason=reason, detail=str(error)))
 
 
 def refusal_from_pb(refused: pb.HandoffRefused) -> HandoffError:

@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import enum
 import queue
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +32,9 @@ from baton.engine.kv_cache import KVCache
 from baton.errors import ChannelBroken
 from kvtransfer.frames import FrameSpec
 from kvtransfer.handoff import TransferSettings
+
+if TYPE_CHECKING:
+    from kvtransfer.transports.unix_socket import ControlSocket
 
 MAX_KEYS = 64
 MAX_KEY_BYTES = 256
@@ -91,18 +93,6 @@ class Ring:
         return self.slots * self.size
 
 
-class ControlPath(Protocol):
-    """A fast, ordered path for announcements, credits and commits; see `kvtransfer.transports.unix_socket`."""
-
-    @property
-    def ready(self) -> bool: ...
-    def takes(self, nbytes: int) -> bool: ...
-    def send(self, packet: bytes) -> None: ...
-    def receive(self, timeout_s: float | None = None) -> bytes | None: ...
-    def wake(self) -> None: ...
-    def close(self) -> None: ...
-
-
 class RemotePool(Protocol):
     """The sender's KV pool at the receiver of a one-sided channel. It is only read."""
 
@@ -129,11 +119,14 @@ class ChannelEnd(Protocol):
     """One end of a channel; see the contract above. Frames are numbered 0, 1, 2, ... on both ends."""
 
     @property
-    def control_socket(self) -> ControlPath | None: ...
+    def control_socket(self) -> ControlSocket | None:
+        """A fast, ordered path for announcements, credits and commits, of a one-sided channel within a host."""
+        return None
 
     @property
     def pool(self) -> RemotePool | None:
         """The sender's pool, if this is the receiver of a one-sided channel."""
+        return None
 
     def slot(self, number: int) -> Tensor:
         """Return staging of frame `number`: uint8 [ring.size], contiguous, 64-byte aligned, on `device`."""
@@ -141,9 +134,13 @@ class ChannelEnd(Protocol):
     @property
     def ordered(self) -> bool:
         """Whether `turn` may wait. Announcements must then be sent one by one."""
+        return False
 
     def turn(self) -> AbstractContextManager[None]:
-        """Wait until this end may start frames; the block starts them. A sender announces them there, too."""
+        """Wait until this end may start frames; the block starts them. A sender announces them there, too. Raises
+        ChannelBroken.
+        """
+        return nullcontext()
 
     def start(self, number: int, nbytes: int) -> None:
         """Send `nbytes` of the filled slot (sender), or post their receive (receiver). Raises ChannelBroken."""
@@ -242,13 +239,6 @@ class Endpoint:
 PREFERENCE = ("shm", "cuda_ipc", "nixl", "nccl", "gloo", "grpc")  # best first, in any place that has them
 
 
-def better_than(taken: str, *reasons: Iterable[LeftOut]) -> tuple[LeftOut, ...]:
-    """Return why no transport better than `taken` is used, best first. The first reason for a transport counts."""
-    found = {one.transport: one for one in reversed(list(chain.from_iterable(reasons)))}
-    better = PREFERENCE[: PREFERENCE.index(taken)] if taken in PREFERENCE else PREFERENCE
-    return tuple(found[name] for name in better if name in found)
-
-
 def local_ring(ring: Ring, device: torch.device) -> Tensor:
     """Allocate the ring of one end: uint8 [slots, size]."""
     return torch.empty(ring.slots, ring.size, dtype=torch.uint8, device=device)
@@ -257,23 +247,12 @@ def local_ring(ring: Ring, device: torch.device) -> Tensor:
 T = TypeVar("T")
 
 
-class RingEnd(ABC):
+class RingEnd(ChannelEnd):
     """A `ChannelEnd` over `staging` (uint8 [slots, size]). Any error of its transport closes it permanently.
 
     Transports raise OSError or RuntimeError, as their libraries do. The end raises ChannelBroken with the text alone,
     because a kept exception would keep the connection and its sockets.
     """
-
-    control_socket: ControlPath | None = None
-    pool: RemotePool | None = None
-
-    @property
-    def ordered(self) -> bool:
-        return False
-
-    def turn(self) -> AbstractContextManager[None]:
-        """See `ChannelEnd`. Raises ChannelBroken."""
-        return nullcontext()
 
     def __init__(self, title: str, staging: Tensor) -> None:
         self._title = title

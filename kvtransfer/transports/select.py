@@ -39,7 +39,10 @@ def make_transports(settings: TransferSettings, kv: KVCache, *, grpc: GrpcTransp
         "grpc": lambda: _given(grpc),
     }
     if settings.transport != "auto":
-        return Choice((_sending(_named(settings.transport, makers)),))
+        if not (named := _named(settings.transport, makers)).sends:
+            text = "other processes cannot read the KV cache here; for ranks of a worker, use auto or a two-sided one"
+            raise ConfigError(f"transfer.transport: {named.name!r} is not available: {text}")
+        return Choice((named,))
     within, across = ("cuda_ipc", "nccl") if device.type == "cuda" else ("shm", "gloo")
     if settings.encrypted:
         open_ = LeftOut(across, "unencrypted")
@@ -50,13 +53,6 @@ def make_transports(settings: TransferSettings, kv: KVCache, *, grpc: GrpcTransp
     if not made.transports:
         raise ConfigError(f"transfer.transport: 'auto' needs cuda_ipc or nccl for KV on {device}")
     return made
-
-
-def _sending(named: Transport) -> Transport:
-    if not named.sends:
-        text = "other processes cannot read the KV cache here; for ranks of a worker, use auto or a two-sided one"
-        raise ConfigError(f"transfer.transport: {named.name!r} is not available: {text}")
-    return named
 
 
 def _named(name: str, makers: Makers) -> Transport:

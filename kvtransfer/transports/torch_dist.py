@@ -114,7 +114,7 @@ class GroupEnd(RingEnd):
         patience_s: float = 0.0,
     ) -> None:
         super().__init__(title, staging)
-        self._group: Group | None = group
+        self._group = group
         self._post = group.recv if side is Side.RECEIVER else group.send  # type: ignore[union-attr]  # not in the stub
         self._peer = 1 - int(side)
         self._wait = wait
@@ -154,10 +154,8 @@ class GroupEnd(RingEnd):
             self._under_way.popleft()
 
     def _release(self) -> None:
-        group, self._group = self._group, None
-        del self._post
-        if group is not None:
-            self._end(group, [work for _, work in self._under_way])
+        self._end(self._group, [work for _, work in self._under_way])
+        del self._group, self._post  # they hold the connection
         self._under_way.clear()
 
 

@@ -20,9 +20,8 @@ import threading
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import NoReturn
 
-from baton.errors import ConfigError
+from baton.errors import ChannelBroken, ConfigError
 from baton.hashing import fingerprint
 from kvtransfer.transports.base import KeyRelay, translate_errors
 
@@ -53,14 +52,12 @@ class ControlSocket:
         self._poll = select.poll()
         self._poll.register(connected, select.POLLIN)
         self._poll.register(self._woken, select.POLLIN)
-        self._outlet = select.poll()
-        self._outlet.register(connected, select.POLLOUT)
         self._closed = False
         self._lock = threading.Lock()  # a closed descriptor may be reused immediately
 
     def takes(self, nbytes: int) -> bool:
         """Whether `send` takes a packet of this size without blocking."""
-        return nbytes <= MAX_PACKET and bool(self._outlet.poll(0))
+        return nbytes <= MAX_PACKET and _polled(self._socket, select.POLLOUT)
 
     def send(self, packet: bytes) -> None:
         """Send a packet. Raises ChannelBroken."""
@@ -78,7 +75,7 @@ class ControlSocket:
     def check(self) -> None:
         """Raise ChannelBroken if the peer has closed, or will send nothing more."""
         if _polled(self._socket, select.POLLRDHUP):
-            translate_errors(self._title, _closed)
+            raise ChannelBroken(f"{self._title}: {_CLOSED}")
 
     def wake(self) -> None:
         """Make `receive` return, now or at its next call. No-op if closed."""
@@ -104,7 +101,9 @@ class ControlSocket:
         packet = self._socket.recv(MAX_PACKET + 1)
         if len(packet) > MAX_PACKET:
             raise ConnectionError(f"a packet of over {MAX_PACKET} bytes")
-        return packet or _closed()
+        if not packet:
+            raise ConnectionError(_CLOSED)
+        return packet
 
 
 class Watch:
@@ -125,11 +124,8 @@ def _polled(connected: socket.socket, events: int) -> bool:
     return bool(poll.poll(0))
 
 
-def _closed() -> NoReturn:
-    raise ConnectionError("closed by the peer")
-
-
 KEY = "unix"
+_CLOSED = "closed by the peer"
 _PREFIX = b"\0baton-kv-"  # of the name; the zero byte makes it abstract
 _SECRET_BYTES = 16
 _GREETING_S = 1.0  # seconds for a process of the same user to send the secret after it has connected

@@ -193,7 +193,7 @@ class SimLink(SendChannel):
         leaving.callback(self._stream.close)
         self._put(pb.PeerCommand(hello=self._hello()))
         await _until(queue, lambda: queue._welcome, deadline_s)
-        transport, ring = queue.welcome()
+        transport, ring, _ = queue.welcome()
         channel = self._open(transport, ring)
         leaving.callback(channel.close)
         queue.control_socket = channel.control_socket

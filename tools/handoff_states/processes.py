@@ -169,7 +169,6 @@ class ExploredChannel(SendChannel):
     def __init__(self, end: Endpoint, connect: Any, job: PushJob, generation: int, reports: Reports) -> None:
         self.to, self._end, self.channel = job.to, end, None
         self._name: Any = "explored"
-        self._one_sided = False
         self.queue = SendQueue(end, "channel", self._put, NOTHING, reports)  # type: ignore[arg-type]
         self.queue._changed = UNLOCKED  # type: ignore[assignment]
         self.filled: tuple[Push, Any] | None = None
