@@ -27,8 +27,7 @@ from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import wire
 from kvtransfer.frames import Coverage, FrameSpec, KVDigest, wire_digest
 from kvtransfer.handoff import CommitState, HandoffTable, Offer, PushEnd
-from kvtransfer.transports.base import ChannelEnd, Endpoint, Places, RemotePool, Transport
-from kvtransfer.transports.unix_socket import ControlSocket
+from kvtransfer.transports.base import ChannelEnd, ControlPath, Endpoint, Places, RemotePool, Transport
 from kvtransfer.wire import FingerprintRefused, FrameRefused, end_of, frame_of, refusal_to_pb
 
 
@@ -105,7 +104,7 @@ class ReceiveQueue:
     """
 
     def __init__(self) -> None:
-        self.control_socket: ControlSocket | None = None  # set by the receiving thread before its first `take`
+        self.control_socket: ControlPath | None = None  # set by the receiving thread before its first `take`
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()  # bounded by credits and offers
 
     def put(self, item: Item) -> None:

@@ -30,8 +30,7 @@ from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import wire
 from kvtransfer.frames import FrameSpec, KVDigest, Progress
 from kvtransfer.handoff import PushEnd, PushJob, PushResult, Reports
-from kvtransfer.transports.base import Endpoint, KeyRelay, Ring
-from kvtransfer.transports.unix_socket import ControlSocket
+from kvtransfer.transports.base import ControlPath, Endpoint, KeyRelay, Ring
 from kvtransfer.wire import announcement, commit_of, offer_of, places_of, refusal_from_pb, state_parts
 
 NEVER = float("inf")
@@ -139,7 +138,7 @@ class SendQueue:
         self, end: Endpoint, title: str, enqueue: Callable[[pb.PeerCommand], None], keys: KeyRelay, reports: Reports
     ) -> None:
         self.window = FlowControl(enqueue)  # only the channel's thread announces
-        self.control_socket: ControlSocket | None = None  # set by the channel's thread
+        self.control_socket: ControlPath | None = None  # set by the channel's thread
         self.one_sided = False  # likewise: the receiver reads the blocks until it sends the credit
         self._unread: deque[tuple[Push, FrameSpec]] = deque()  # announced without a credit, of one-sided channels
         self._end, self._title = end, title

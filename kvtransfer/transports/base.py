@@ -22,7 +22,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,9 +32,6 @@ from baton.engine.kv_cache import KVCache
 from baton.errors import ChannelBroken
 from kvtransfer.frames import FrameSpec
 from kvtransfer.handoff import TransferSettings
-
-if TYPE_CHECKING:
-    from kvtransfer.transports.unix_socket import ControlSocket
 
 MAX_KEYS = 64
 MAX_KEY_BYTES = 256
@@ -93,6 +90,18 @@ class Ring:
         return self.slots * self.size
 
 
+class ControlPath(Protocol):
+    """A fast, ordered path for announcements, credits and commits; see `kvtransfer.transports.unix_socket`."""
+
+    @property
+    def ready(self) -> bool: ...
+    def takes(self, nbytes: int) -> bool: ...
+    def send(self, packet: bytes) -> None: ...
+    def receive(self, timeout_s: float | None = None) -> bytes | None: ...
+    def wake(self) -> None: ...
+    def close(self) -> None: ...
+
+
 class RemotePool(Protocol):
     """The sender's KV pool at the receiver of a one-sided channel. It is only read."""
 
@@ -119,8 +128,8 @@ class ChannelEnd(Protocol):
     """One end of a channel; see the contract above. Frames are numbered 0, 1, 2, ... on both ends."""
 
     @property
-    def control_socket(self) -> ControlSocket | None:
-        """A fast, ordered path for announcements, credits and commits, of a one-sided channel within a host."""
+    def control_socket(self) -> ControlPath | None:
+        """The control path of a one-sided channel within a host."""
         return None
 
     @property
