@@ -154,8 +154,9 @@ class GroupEnd(RingEnd):
             self._under_way.popleft()
 
     def _release(self) -> None:
-        self._end(self._group, [work for _, work in self._under_way])
-        del self._group, self._post  # they hold the connection
+        group, works = self._group, [work for _, work in self._under_way]
+        del self._group, self._post  # they hold the connection, also if the end fails
+        self._end(group, works)
         self._under_way.clear()
 
 

@@ -3,10 +3,12 @@
 import itertools
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any, cast
 
 import pytest
 import torch
@@ -133,6 +135,25 @@ def test_a_close_aborts_operations_that_never_end(cluster: Cluster, monkeypatch)
         sender.start(1, 8)
     sender.close()
     assert next(group for group in cluster.groups if group.side is Side.SENDER).aborted
+
+
+def test_a_group_is_let_go_although_its_end_fails() -> None:
+    """`abort` raises after its own deadline. The group holds threads and sockets."""
+
+    class Stuck:
+        def send(self, *_: object) -> None: ...
+
+    def end(*_: object) -> None:
+        raise RuntimeError("abort timed out")
+
+    group = Stuck()
+    kept = weakref.ref(group)
+    channel = GroupEnd("t", torch.empty(2, 8, dtype=torch.uint8), cast("Any", group), Side.SENDER, print, end)
+    del group
+    with suppress(RuntimeError):
+        channel.close()
+    channel.close()
+    assert kept() is None
 
 
 def test_channels_of_a_gpu_take_turns(cluster: Cluster) -> None:
