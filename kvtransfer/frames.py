@@ -15,7 +15,7 @@ missing, repeated, changed or swapped does. It detects accidents, not attacks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,8 +59,7 @@ class KVDigest:
 
     def add_all(self, kv: KVCache, blocks: Sequence[int], begin: int, end: int) -> None:
         """Add positions [begin, end) of all layers of a sequence in `blocks`."""
-        for layer in range(kv.layout.layers):
-            frame = FrameSpec(layer, layer + 1, begin, end, (end - begin) * kv.layout.layer_token_bytes)
+        for frame in whole_layers(kv.layout, begin, end):
             self.add(frame, kv.copied(frame.layers, blocks, begin, end))
 
     @property
@@ -95,6 +94,12 @@ class FrameSpec:
     @property
     def layers(self) -> range:
         return range(self.layer_begin, self.layer_end)
+
+
+def whole_layers(layout: KVLayout, begin: int, end: int) -> Iterator[FrameSpec]:
+    """Yield positions [begin, end) of each layer as one frame, however large."""
+    for layer in range(layout.layers):
+        yield FrameSpec(layer, layer + 1, begin, end, (end - begin) * layout.layer_token_bytes)
 
 
 class Progress:

@@ -28,7 +28,7 @@ from baton.errors import BatonError, ChannelBroken, HandoffError, StaleAttempt
 from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import wire
-from kvtransfer.frames import FrameSpec, KVDigest, Progress
+from kvtransfer.frames import FrameSpec, KVDigest, Progress, whole_layers
 from kvtransfer.handoff import PushEnd, PushJob, PushResult, Reports
 from kvtransfer.transports.base import ControlPath, Endpoint, KeyRelay, Ring
 from kvtransfer.wire import announcement, commit_of, offer_of, places_of, refusal_from_pb, state_parts
@@ -274,12 +274,15 @@ class SendQueue:
             return _mark_of(push, frame)
 
     @contextmanager
-    def reading(self, push: Push, frame: FrameSpec) -> Iterator[tuple[Sequence[int], Mark | None]]:
+    def reading(
+        self, push: Push, frame: FrameSpec, *, sent: bool = False
+    ) -> Iterator[tuple[Sequence[int], Mark | None]]:
         """Yield the blocks that may be read for `frame`, none if the push has ended or was withdrawn, and the mark
-        after which their KV is written. A withdrawal waits for the end of the block.
+        after which their KV is written. A withdrawal waits for the end of the block. `sent`: all KV was sent before.
         """
         with self._changed:
-            push.reading = push in self._pushes.values() and push.progress.offers(frame)
+            readable = push.progress.complete if sent else push.progress.offers(frame)
+            push.reading = push in self._pushes.values() and readable
             blocks = push.blocks if push.reading else ()
             mark = _mark_of(push, frame)
             self._reads = push.job.handoff
@@ -326,11 +329,10 @@ class SendQueue:
         self._unread.append((push, frame))
 
     def commit(self, push: Push) -> None:
-        """Send the commit after the last frame, unless the push has ended."""
+        """Send the commit after the last frame, unless the push has ended or was withdrawn."""
         assert push.end is not None
-        if self.one_sided and (self._end.settings.verify_kv or push.job.verify):
-            push.whole = KVDigest(self._end.kv.layout)  # the blocks hold all of it
-            push.whole.add_all(self._end.kv, push.blocks, push.job.skip, push.job.known_tokens)
+        if self._hashes_blocks(push) and not self._hash_blocks(push):
+            return
         commit = commit_of(push.job.handoff, push.end, push.digests, push.whole.value if push.whole else b"")
         parts = list(state_parts(push.job.handoff, push.end))  # copies, for which others need not wait
         with self._changed:
@@ -341,7 +343,22 @@ class SendQueue:
                     self._enqueue(part)
                 self._enqueue(pb.PeerCommand(commit=commit, after=self.window.number))
 
+    def _hash_blocks(self, push: Push) -> bool:
+        """Hash the whole KV by layers, so that a withdrawal waits for one only. Return False if the blocks are gone."""
+        kv, whole, job = self._end.kv, KVDigest(self._end.kv.layout), push.job
+        for frame in whole_layers(kv.layout, job.skip, job.known_tokens):
+            with self.reading(push, frame, sent=True) as (blocks, _):
+                if not blocks:
+                    return False
+                whole.add(frame, kv.copied(frame.layers, blocks, frame.begin, frame.end))
+        push.whole = whole
+        return True
+
     # Under the lock
+
+    def _hashes_blocks(self, push: Push) -> bool:
+        """Whether the digest of the whole KV needs the blocks once more, because no frame passes through staging."""
+        return self.one_sided and (self._end.settings.verify_kv or push.job.verify)
 
     def _mark(self, push: Push, layers: int, end: int) -> None:
         """Add a mark for KV that was computed now, and drop those of KV that was sent."""
@@ -359,7 +376,8 @@ class SendQueue:
                 continue
             wanted = 1 if push.end else self._end.settings.coalesce_below
             frame = push.progress.next(self._welcome.frame_size, wanted) if push.blocks else None
-            if frame is not None or (push.end and push.progress.complete):
+            committable = push.end and push.progress.complete and (push.blocks or not self._hashes_blocks(push))
+            if frame is not None or committable:
                 return push, frame
         return None
 

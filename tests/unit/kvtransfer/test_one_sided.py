@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from baton.engine.tp.kv_memory import CopiedCache
 from baton.errors import ChannelBroken, DigestMismatch, StaleAttempt
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer.frames import FrameSpec, Progress
+from kvtransfer.handoff import PushJob
 from kvtransfer.transports.base import Places
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from kvtransfer.transports.shm import MappedPool, ShmTransport
@@ -385,3 +387,52 @@ def test_a_frame_that_was_withdrawn_and_computed_again_since_its_mark_is_not_ann
     pair.complete(job, SOURCE)
     assert told[:2] == [False, True]
     assert same_kv(pair.source, SOURCE, pair.target, TARGET, TOKENS)
+
+
+def all_read(pair: Pair, job: PushJob) -> None:
+    """Wait until the receiver has read all KV of a push that is not finished."""
+    pair.sender.computed(job.handoff, SOURCE, LAYOUT.layers, TOKENS)
+    queue = pair.sender._channels[0].queue
+    push = queue._pushes[job.handoff]
+    eventually(lambda: push.progress.complete and not queue._unread)
+
+
+@pytest.mark.parametrize("ends", ["computed again", "aborted"])
+def test_a_digest_of_the_whole_waits_for_blocks_that_were_withdrawn(shared, ends: str) -> None:
+    """The push is withdrawn between its last frame and its commit. Other pushes of the channel go on meanwhile."""
+    pair, again = shared(), [50, 51, 52, 53, 54, 55]
+    job = pair.begin("r", TOKENS, TARGET, verify=True)
+    probed(pair)
+    all_read(pair, job)
+    kept = [tensor[:, SOURCE].clone() for tensor in pair.source.tensors]
+    pair.sender.withdraw(job.handoff)
+    for tensor, block in zip(pair.source.tensors, kept, strict=True):
+        tensor[:, again] = block
+    pair.sender.finish(job.handoff, make_end(TOKENS))
+    pair.reports.done(pair.push("other", TOKENS, again, [30, 31, 32, 33, 34, 35], verify=True))
+    if ends == "aborted":
+        pair.sender.abort(job.handoff)
+        pair.reports.failed(job.handoff, StaleAttempt)
+    else:
+        pair.complete(job, again)
+        assert same_kv(pair.source, again, pair.target, TARGET, TOKENS)
+    assert len(pair.peer.streams) == 1
+
+
+def test_a_withdrawal_waits_for_a_layer_that_is_hashed_and_ends_the_hash(shared) -> None:
+    pair = shared()
+    job = pair.begin("r", TOKENS, TARGET, verify=True)
+    probed(pair)
+    all_read(pair, job)
+    hashed = Stopped(pair.source, "copied")
+    pair.sender.finish(job.handoff, make_end(TOKENS))
+    hashed.wait()
+    with ThreadPoolExecutor(1) as pool:
+        withdrawn = pool.submit(pair.sender.withdraw, job.handoff)
+        with pytest.raises(TimeoutError):
+            withdrawn.result(0.05)
+        hashed.go_on()
+        withdrawn.result(scaled(5))
+    pair.complete(job, SOURCE)
+    assert same_kv(pair.source, SOURCE, pair.target, TARGET, TOKENS)
+    assert len(pair.peer.streams) == 1
