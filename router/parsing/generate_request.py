@@ -64,7 +64,7 @@ class ParsedRequest:
     thinks: tuple[str, ...]  # set fields that need a model that thinks
     spell: Callable[[Sequence[int]], str] | None
     wants_spans: bool
-    defaults: common_pb2.Sampling | None  # the model's, of parameters that the request left out
+    defaults: common_pb2.Sampling | None  # of parameters that the request left out
     exact: bool  # only repeat the record of the stream
     in_reasoning: bool  # the prompt ends inside opened reasoning
     scored: int  # prompt tokens whose log-probabilities the client has
@@ -127,7 +127,7 @@ class RequestParser:
             thinks=tuple(field for field, value in thinking_fields if value),
             spell=self.tokenizer.decode if request.thoughts else None,
             wants_spans=request.trace or request.kv_lengths,
-            defaults=_left_out(self.defaults, request.sampling),
+            defaults=_left_out(self.defaults, request.sampling, spec.sampling.max_tokens),
             exact=message.exact,
             in_reasoning=in_reasoning,
             scored=message.prompt_logprobs_received,
@@ -280,10 +280,15 @@ def _received(message: pb.ResumeRequest, spec: SequenceSpec, vocab_size: int) ->
     return found + [()] * (choices - len(found))
 
 
-def _left_out(defaults: common_pb2.Sampling, sampling: common_pb2.Sampling) -> common_pb2.Sampling | None:
-    """Return the defaults of fields that `sampling` does not set, or None if there are none."""
+def _left_out(
+    defaults: common_pb2.Sampling, sampling: common_pb2.Sampling, max_tokens: int
+) -> common_pb2.Sampling | None:
+    """Return the defaults of fields that `sampling` does not set, or None if there are none. `max_tokens` is one of
+    them: it depends on the workers that are known now.
+    """
     added = common_pb2.Sampling()
     added.CopyFrom(defaults)
+    added.max_tokens = max_tokens
     for field, _ in sampling.ListFields():
         added.ClearField(field.name)  # type: ignore[arg-type]  # the stub lists the names
     return added if added.ListFields() else None

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from baton.core import Constraint, Sampling
+from baton.core import Constraint, Sampling, SequenceSpec
 from baton.errors import CheckpointError, InvalidRequest, Overloaded, UnknownModel
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
@@ -88,6 +88,25 @@ async def test_sampling_defaults_are_the_models_and_resumed_requests_keep_them(t
     assert given == replace(Sampling(max_tokens=given.max_tokens, seed=given.seed), **as_sent(wanted))
     asked.request.sampling.MergeFrom(found.defaults or common_pb2.Sampling())
     assert (await RequestParser(tokenizer, "demo").parse(asked, "r", 100)).spec.sampling == given
+
+
+@pytest.mark.parametrize("later", [90, 400, None])
+@pytest.mark.parametrize("limit", [2**31, 20])
+async def test_a_resumed_chat_keeps_its_max_tokens_although_the_context_of_the_workers_has_changed(later, limit):
+    """`limit` is that of the caller's token."""
+
+    def limited(spec: SequenceSpec) -> SequenceSpec:
+        return replace(spec, sampling=replace(spec.sampling, max_tokens=min(limit, spec.sampling.max_tokens)))
+
+    parser, chat = (
+        RequestParser(OracleTokenizer(), "demo"),
+        pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi")]),
+    )
+    asked = pb.ResumeRequest(request=message(chat=chat))
+    began = await parser.parse(asked, "r", 80, limited)
+    assert began.spec.sampling.max_tokens == min(limit, 80 - len(began.spec.prompt))
+    asked.request.sampling.MergeFrom(began.defaults or common_pb2.Sampling())
+    assert (await parser.parse(asked, "r", later, limited)).spec == began.spec
 
 
 def as_sent(values: dict[str, Any]) -> dict[str, Any]:
