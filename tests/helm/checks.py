@@ -225,5 +225,18 @@ def check_hardening(documents: list[Object]) -> Iterator[str]:
                 yield f"{who}: the image {container['image']} is not pinned"
 
 
+def check_budgets(documents: list[Object]) -> Iterator[str]:
+    """Yield budgets that never allow an eviction, because the disruption controller of Kubernetes cannot count pods.
+    For maxUnavailable and percentages it needs an owner with a scale subresource, which a RayCluster does not have
+    (`getExpectedPodCount` in pkg/controller/disruption/disruption.go of 1.34).
+    """
+    for who, document in _named(documents):
+        if document["kind"] == "PodDisruptionBudget":
+            spec = document["spec"]
+            owners = {pod.owner.partition("/")[0] for pod in pods(documents) if pod.matches(spec["selector"])}
+            if "RayCluster" in owners and not isinstance(spec.get("minAvailable"), int):
+                yield f"{who}: the pods of a RayCluster need minAvailable, as a number"
+
+
 Check = Callable[[list[Object]], Iterator[str]]
-CHECKS: tuple[Check, ...] = (check_selectors, check_probes, check_secrets, check_hardening)
+CHECKS: tuple[Check, ...] = (check_selectors, check_probes, check_secrets, check_hardening, check_budgets)

@@ -112,12 +112,25 @@ def test_colocated_workers_are_one_group_with_pods_for_all(helm: Helm, tmp_path,
     assert group["labels"] == config.decode.node_labels
     assert (config.prefill.replicas, config.decode.replicas) == (0, 5)
     assert not scale or config.bounds == {Role.DECODE: replicas}
-    budgets = {one["metadata"]["name"].rpartition("-")[2] for one in of_kind(documents, "PodDisruptionBudget")}
-    assert budgets == {"router", "decode"}
+    assert budgets_of(documents) == {"router": {"maxUnavailable": 1}, "decode": {"minAvailable": 2 if scale else 4}}
     (rules,) = of_kind(documents, "PrometheusRule")
     missed = [one["expr"] for one in rules["spec"]["groups"][0]["rules"] if one["alert"] == "BatonNoWorkers"]
     assert [expr.count('role=~"decode"') for expr in missed] == [1], "a pool that is not there is not missed"
     assert [problem for check in (*CHECKS, check_references) for problem in check(documents)] == []
+
+
+def budgets_of(documents: list[Object]) -> dict[str, dict[str, int]]:
+    """Return how many pods may be evicted, by the last part of the budget's name."""
+    found = {one["metadata"]["name"]: one["spec"] for one in of_kind(documents, "PodDisruptionBudget")}
+    fields = {name: {key: spec[key] for key in spec if "vailable" in key} for name, spec in found.items()}
+    return {name.rpartition("-")[2]: limits for name, limits in fields.items()}
+
+
+@pytest.mark.parametrize(("most", "least"), [("1", 4), ("0", 5), ("50%", 2), ("100%", 0), ("9", 0)])
+def test_so_many_pods_of_a_pool_may_be_evicted(helm: Helm, most: str, least: int):
+    sets = ["decode.replicas=5", "decode.sparePods=2", f"decode.maxUnavailable={most}"]
+    budgets = budgets_of(helm.render(MINIMAL, sets=sets))
+    assert (budgets["decode"], budgets["prefill"]) == ({"minAvailable": least}, {"minAvailable": 0})
 
 
 def test_one_colocated_worker_is_enough(helm: Helm, tmp_path):

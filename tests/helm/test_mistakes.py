@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from baton.errors import ConfigError
-from tests.helm.checks import check_hardening, check_probes, check_references, check_secrets, check_selectors, load
+from tests.helm.checks import (
+    check_budgets,
+    check_hardening,
+    check_probes,
+    check_references,
+    check_secrets,
+    check_selectors,
+    load,
+)
 from tests.helm.conftest import CHART, MINIMAL, Helm, Schemas
 from tests.helm.metric_names import unknown_metrics
 
@@ -40,6 +48,8 @@ ALONE = {  # each in its own values, because they contradict each other
     "ray.gcsFaultTolerance.enabled=true": "ray.gcsFaultTolerance.enabled: requires redis.external",
     "decode.replicas=0,prefill.replicas=0,config.mode=colocated": "decode.replicas: must be at least 1, got 0",
     "decode.autoscale.enabled=true,decode.replicas=9": "decode.replicas: must be from decode.autoscale.min (1) to",
+    "security.allowInsecure=false,security.tls.existingSecret=a,security.tokens.existingSecret=b,"
+    "ray.auth.mode=disabled,network.policy.enabled=false": "ray.auth.mode: must be token, or network.policy.enabled",
     "ray.autoscaling.enabled=true": "ray.autoscaling.enabled: requires prefill.autoscale.enabled",
 }
 Documents = list[dict[str, Any]]
@@ -74,6 +84,7 @@ TEMPLATES: list[tuple[str, str, str, Callable[[Documents], Iterable[str]], str]]
     ("redis.yaml", "kind: Secret", "kind: ConfigMap", check_references, "no Secret/one-baton-redis"),
     ("_helpers.tpl", "$(REDIS_PASSWORD)", "hunter2", check_secrets, "a password in the clear: redis://:hunter2@"),
     ("_pod.tpl", '(eq .component "head")', "true", check_hardening, "automountServiceAccountToken must be False"),
+    ("pdbs.yaml", "minAvailable:", "maxUnavailable:", check_budgets, "need minAvailable, as a number"),
     ("prometheusrule.yaml", "recoveries_total", "recovered_total", unknown_metrics, "baton_recovered_total"),
 ]
 
