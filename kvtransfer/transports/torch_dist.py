@@ -8,6 +8,7 @@ machine with two GPUs was available.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -197,7 +198,7 @@ class GlooTransport:
 
 
 _POLL_S = 0.00005
-_POSTED = "first-send-posted"
+_STARTS = "first-send-starts"
 _FAREWELL_S = 1.0  # longer than any healthy frame
 _MAX_CTAS = 8  # multiprocessors that one operation may occupy; enough for NVLink, and a small part of any GPU
 
@@ -240,6 +241,8 @@ class NcclTransport:
         options._timeout = timedelta(seconds=deadline_s)
         staging = local_ring(ring, self.device)
         limit_s = deadline_s / 2 if side is Side.RECEIVER else deadline_s
+        # A start waits within torch for its peer, by default 30 minutes. torch reads this once per process.
+        os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(deadline_s)))
         with torch.cuda.device(self.device), relayed_store(name, keys) as store:
             store.set_timeout(options._timeout)
             group = dist.ProcessGroupNCCL(store, int(side), len(type(side)), options)
@@ -252,13 +255,15 @@ class NcclTransport:
 
 
 def _exchange_first(end: GroupEnd, side: Side, store: Store) -> None:
-    """Run the first operation of a pair, which is slow. The key replaces an announcement; see `Turns`."""
+    """Run the first operation of a pair, which is slow. The key replaces an announcement; see `Turns`. It is set before
+    the start, because the first send waits for the first receive of its peer: NCCL connects them then.
+    """
     if side is Side.RECEIVER:
-        store.wait([_POSTED])
+        store.wait([_STARTS])
     with end.turn():
+        if side is Side.SENDER:
+            store.set(_STARTS, "1")
         end.start(0, 1)
-    if side is Side.SENDER:
-        store.set(_POSTED, "1")
     end.finish(0)
 
 

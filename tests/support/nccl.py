@@ -7,6 +7,9 @@ Read in ProcessGroupNCCL.cpp (the text around the error of `isSuccess`) and Proc
 - `eagerConnectSingleDevice` stores the communicator under `getKeyFromDevice`, which is `to_string(device.index())`, and
   sends its unique id through the store. From then on `pointToPoint` looks up the key of the tensor's device, which
   always has an index, and asserts that it is there.
+- The first send of a pair connects to its peer: `ncclTransportP2pSetup` of NCCL 2.27 sends to it and receives from it,
+  and the peer does so in its own first receive. `pointToPoint` polls until then, also if communicators do not block, at
+  most for TORCH_NCCL_NONBLOCKING_TIMEOUT seconds.
 - `abort` ends the kernels of this rank. The kernels of the peer go on spinning.
 Kernels of one GPU and direction start in the order of their launch, as in one launch queue of a GPU: a kernel that
 spins blocks later ones. That is the worst case.
@@ -14,6 +17,7 @@ spins blocks later ones. That is the worst case.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import defaultdict, deque
 from types import SimpleNamespace
@@ -33,6 +37,18 @@ class Machine:
         self.lock = threading.RLock()
         self.queues: dict[tuple[int, Side], deque[Work]] = defaultdict(deque)
         self.worst = 0
+        self._starting: dict[bytes, set[Side]] = defaultdict(set)
+        self._started = threading.Condition()
+
+    def connect(self, group: Group) -> None:
+        """Wait until both ends of a pair have started their first operation."""
+        timeout_s = float(os.environ.get("TORCH_NCCL_NONBLOCKING_TIMEOUT", "1800"))
+        with self._started:
+            sides = self._starting[group.pair]
+            sides.add(group.side)
+            self._started.notify_all()
+            if not self._started.wait_for(lambda: len(sides) == len(Side), timeout_s):
+                raise RuntimeError("NCCL timeout in: pointToPoint")
 
     def launch(self, work: Work) -> None:
         with self.lock:
@@ -95,6 +111,7 @@ class Group:
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
         if str(self.gpu) not in self.communicators:
             raise RuntimeError("INTERNAL ASSERT: Parent communicator missing in eager initialization mode")
+        self.machine.connect(self)
         self.works.append(Work(self, tensors[0]))
         self.machine.launch(self.works[-1])
         return self.works[-1]

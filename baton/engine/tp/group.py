@@ -336,6 +336,9 @@ def _gloo(store: Store, rank: int, plan: TpLayout) -> Gloo:
 
 def _nccl(store: Store, rank: int, plan: TpLayout, device: torch.device) -> Nccl:
     """Create the NCCL group. Not run yet, for lack of two GPUs."""
+    # torch would look for orders to dump in the store every second. Its file is gone after the start, each look at a
+    # missing file takes 300 s, and the end of the group waits for it.
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=2 * plan.timeout_s)  # `Watchdog` ends the process first, and gives the cause
     with torch.cuda.device(device):

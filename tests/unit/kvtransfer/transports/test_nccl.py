@@ -33,6 +33,8 @@ class Cluster:
         self.pool = ThreadPoolExecutor(16)
         self.generations = itertools.count(1)
         self.opened: list[GroupEnd] = []
+        monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "")
+        monkeypatch.delenv("TORCH_NCCL_NONBLOCKING_TIMEOUT")  # the first channel sets it, and no other test keeps it
         module = make_module(self.machine, lambda: self.here.gpu, self.groups)
         monkeypatch.setattr(dist, "ProcessGroupNCCL", module, raising=False)
         monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
@@ -85,6 +87,17 @@ def test_a_channel_opens_and_carries_frames(cluster: Cluster, seed: int) -> None
 def test_a_communicator_leaves_most_of_the_gpu_to_the_engine(cluster: Cluster) -> None:
     cluster.pair(gpu(0), gpu(1))
     assert {(group.options.config.blocking, group.options.config.max_ctas) for group in cluster.groups} == {(0, 8)}
+
+
+def test_an_end_whose_peer_never_starts_is_not_built(cluster: Cluster, monkeypatch) -> None:
+    """The peer is frozen after it has exchanged the keys. Channels of the GPU wait no longer than the deadline."""
+    monkeypatch.setattr(torch_dist, "_exchange_first", lambda *_: None)
+    name, relays = ChannelName(Incarnation(7, 1), Incarnation(7, 2), next(cluster.generations)), relayed()
+    frozen = cluster.pool.submit(gpu(1).open, name, Side.RECEIVER, relays[Side.RECEIVER], RING, 1.0)
+    end = cluster.pool.submit(gpu(0).open, name, Side.SENDER, relays[Side.SENDER], RING, 1.0).result(scaled(20))
+    cluster.opened += [end, frozen.result(scaled(20))]
+    with pytest.raises(ChannelBroken, match="pointToPoint"), end.turn():
+        end.start(0, 1)
 
 
 def test_a_gpu_without_an_index_is_rejected(cluster: Cluster) -> None:
