@@ -167,9 +167,9 @@ class Router:
         """Bind all listeners, connect to workers, and serve. Raises ConfigError, and then releases everything."""
         settings = self.context.settings
         try:
-            self.grpc = channel.bind(self._public, settings.grpc, self.context.wire.public)
-            self.admin = channel.bind(self._private, settings.admin, self.context.wire.private)
-            self.metrics = self.metrics_at = await self._metrics.start(settings.metrics)
+            self.grpc = channel.bind(self._public, settings.grpc, self.context.wire.public, key="router.grpc")
+            self.admin = channel.bind(self._private, settings.admin, self.context.wire.private, key="router.admin")
+            self.metrics = self.metrics_at = await self._metrics.start(settings.metrics, "router.metrics")
             self._gateway = _gateway(self.context, self._admin, self._look) if settings.http else None
             inner = self._inner.bind() if settings.http else ""
         except ConfigError as error:

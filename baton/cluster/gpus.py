@@ -49,7 +49,7 @@ def first_gpu(pool: PoolConfig) -> int | None:
 
 
 def most_workers(pool: PoolConfig) -> int:
-    """Return the number of workers for which the pool needs GPUs."""
+    """Return the largest number of workers that the pool may have."""
     return pool.autoscale.max if pool.autoscale else pool.replicas
 
 

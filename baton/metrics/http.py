@@ -55,15 +55,15 @@ class MetricsServer:
         self._server: asyncio.Server | None = None
         self._connections = 0
 
-    async def start(self, address: str) -> str:
-        """Listen on "host:port" (port 0: any free one). Returns the bound address. Raises ConfigError."""
+    async def start(self, address: str, key: str = "metrics") -> str:
+        """Listen on "host:port" (port 0: any free one). Returns the bound address. Raises ConfigError naming `key`."""
         host, _, port = address.rpartition(":")
         try:
             self._server = await asyncio.start_server(
                 self._answer, host.strip("[]"), int(port), limit=MAX_METRICS_REQUEST_BYTES
             )
         except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot listen for metrics on {address!r}: {error}") from error
+            raise ConfigError(f"{key}: cannot listen on {address!r}: {error}") from error
         return f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
     async def stop(self) -> None:

@@ -131,20 +131,23 @@ def aio_server(
     return grpc.aio.server(interceptors=[MessageTimeout(), *interceptors], options=options)
 
 
-def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None) -> str:
+def bind(
+    server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None, *, key: str = ""
+) -> str:
     """Listen on `host:port` (port 0: any free one) and return the address with the bound port. Raises ConfigError with
-    the address and the reason: the port is in use, or the host is not one of this machine.
+    the key of the cluster file, the address and the reason: the port is in use, or the host is not one of this machine.
     """
     host, _, port = address.rpartition(":")
+    wrong = f"{key}: cannot listen on" if key else "cannot listen on"
     if not host or not port.isdecimal() or int(port) > 65535:  # gRPC would wrap larger ports
-        raise ConfigError(f"cannot listen on {address!r}: must be host:port, the port 0 to 65535")
+        raise ConfigError(f"{wrong} {address!r}: must be host:port, the port 0 to 65535")
     try:
         if credentials is None:
             bound = server.add_insecure_port(address)
         else:
             bound = server.add_secure_port(address, credentials)
     except RuntimeError as error:
-        raise ConfigError(f"cannot listen on {address}: {_why(host, int(port))}") from error
+        raise ConfigError(f"{wrong} {address}: {_why(host, int(port))}") from error
     return f"{host}:{bound}"
 
 

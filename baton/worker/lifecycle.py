@@ -109,7 +109,7 @@ async def measured(settings: WorkerSettings, leaving: AsyncExitStack) -> tuple[W
     if settings.metrics is None:
         return metrics, ""
     server = MetricsServer(metrics.registry, metrics.ready, trouble=metrics.trouble)
-    bound = await server.start(settings.metrics)
+    bound = await server.start(settings.metrics, f"{settings.role.value}.metrics")
     leaving.push_async_callback(server.stop)
     key = f"{settings.role.value}.interface"
     return metrics, reachable_address(bound, settings.advertise, settings.interface, settings.redis_url, key)
@@ -178,7 +178,7 @@ async def run_incarnation(
     server, wire = channel.aio_server(), Wire.of(settings.tls)
     async with contextlib.AsyncExitStack() as leaving:
         leaving.push_async_callback(ledger.close)
-        address = channel.bind(server, settings.listen, wire.private)
+        address = channel.bind(server, settings.listen, wire.private, key=f"{settings.role.value}.listen")
         metrics, metrics_address = await measured(settings, leaving)
         incarnation = await ledger.mint(settings.worker_id)
         info = _info(settings, engine, incarnation, address, metrics_address)

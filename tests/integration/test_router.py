@@ -439,9 +439,9 @@ async def test_what_is_wrong_with_the_settings_is_named(cluster):
     good = cluster.settings
     for wrong, words in (
         (replace(good, policy="best"), "router.policy: 'best' is not one of"),
-        (replace(good, grpc=cluster.router.grpc), "cannot listen on .* in use"),
-        (replace(good, admin=cluster.router.grpc), "cannot listen on .* in use"),
-        (replace(good, metrics=cluster.router.metrics), "cannot listen for metrics"),
+        (replace(good, grpc=cluster.router.grpc), "^router.grpc: cannot listen on .* in use"),
+        (replace(good, admin=cluster.router.grpc), "^router.admin: cannot listen on .* in use"),
+        (replace(good, metrics=cluster.router.metrics), "^router.metrics: cannot listen on"),
     ):
         with pytest.raises(errors.ConfigError, match=words):
             await serve(wrong, cluster.source, OracleTokenizer())

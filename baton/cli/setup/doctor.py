@@ -245,11 +245,12 @@ def _resolved(key: str, host: str, wrong: str, remedy: str) -> Finding:
 
 
 def _ports(config: ClusterConfig) -> Iterator[Finding]:
-    from baton.cli.cluster.ports import listeners, port_problem
+    from baton.cli.cluster.ports import listeners, problem_of
 
-    for key, address in listeners(config).items():
+    given = listeners(config)
+    for key, address in given.items():
         host, _, port = address.rpartition(":")
-        if problem := port_problem(address):
+        if problem := problem_of(config, given, key):
             yield Finding(key, BAD, problem, f"end what uses it, or --set {key}={host}:0 for any free port")
         elif port != "0":
             yield Finding(key, OK, f"{address} is free")

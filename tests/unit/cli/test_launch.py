@@ -444,6 +444,25 @@ def test_an_unusual_config_is_left_to_the_worker(tmp_path, broken):
     check_sizes(load_config(file, ["decode.kv_memory=1KiB"]), ())
 
 
+@pytest.mark.parametrize("ray", ["local", "none"])
+@pytest.mark.parametrize(
+    ("sets", "wrong"),
+    [
+        (["decode.listen=127.0.0.1:7", "decode.replicas=2"], "decode.listen: 127.0.0.1:7 is for one worker.*up to 2;"),
+        (["prefill.metrics=127.0.0.1:7", "prefill.autoscale={min: 1, max: 3}"], "prefill.metrics: .*up to 3; choose"),
+        (["decode.metrics=127.0.0.1:7", "prefill.metrics=127.0.0.1:7"], "prefill.metrics: .*is also decode.metrics"),
+        (["decode.listen=127.0.0.1:7", "router.admin=127.0.0.1:7"], "router.admin: 127.0.0.1:7 is also decode.listen"),
+    ],
+)
+def test_workers_of_one_host_have_ports_of_their_own(tmp_path, monkeypatch, sets, wrong, ray):
+    monkeypatch.setattr(ports, "port_problem", lambda address: "")
+    (file := tmp_path / "c.yaml").write_text(OK_FILE % DEMO)
+    with pytest.raises(ConfigError, match=wrong):
+        check_ports(load_config(file, [f"ray.address={ray}", *sets]))
+    elsewhere = load_config(file, ["ray.address=10.0.0.1:6379", "redis.url=redis://10.0.0.1:6379", *sets[:1]])
+    check_ports(elsewhere)  # one worker per host may have a port
+
+
 def test_an_address_in_use_is_found_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.setenv("BATON_HOME", str(tmp_path / "home"))
     (file := tmp_path / "c.yaml").write_text(OK_FILE % DEMO)
