@@ -142,9 +142,14 @@ class StateFolder:
                 raise
 
     def start_logs(self) -> None:
+        """Move the logs of the run before to `previous`: a supervisor may start again before anyone has read them."""
+        previous = self.logs / "previous"
         with writing(self.logs):
-            for old in self.logs.glob("*.log*"):
+            for old in previous.glob("*.log*"):
                 old.unlink()
+            for log in self.logs.glob("*.log*"):
+                previous.mkdir(mode=0o700, exist_ok=True)
+                log.replace(previous / log.name)
 
     def bound_logs(self, most: int = LOG_BYTES) -> None:
         """Move a log of more than `most` bytes to FILE.log.1, replacing it, and truncate the log. It is not renamed,

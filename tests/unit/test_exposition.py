@@ -174,7 +174,7 @@ async def test_an_address_that_cannot_be_had():
     server = MetricsServer(Metrics("x", "").registry)
     address = await server.start("127.0.0.1:0")
     for wrong in (address, "127.0.0.1:x"):
-        with pytest.raises(ConfigError, match="^metrics: cannot listen on"):
+        with pytest.raises(ConfigError, match=r"^metrics: cannot listen on"):
             await MetricsServer(Metrics("y", "").registry).start(wrong)
     await server.stop()
     await server.stop()

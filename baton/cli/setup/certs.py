@@ -48,7 +48,10 @@ def certs(folder: Folder, host: Hosts = None, days: Days = 365) -> None:
 
 def _make(folder: Path, scratch: Path, extensions: str, days: int) -> None:
     ca, ca_key = folder / "ca.pem", folder / "ca-key.pem"
-    if not (ca.exists() and ca_key.exists()):
+    if ca.exists() != ca_key.exists():  # a new CA would not be trusted by those that have the old one
+        there, lost = (ca, ca_key) if ca.exists() else (ca_key, ca)
+        raise ConfigError(f"{lost}: missing, but {there.name} is there; bring it back, or use an empty folder")
+    if not ca.exists():
         new, new_key = scratch / ca.name, scratch / ca_key.name
         usage = ("basicConstraints=critical,CA:TRUE", "keyUsage=critical,keyCertSign,cRLSign")
         added = [part for extension in usage for part in ("-addext", extension)]

@@ -162,6 +162,15 @@ def test_a_file_that_was_cut_is_read_on_in_the_one_before(cluster):
     assert path.read_text(encoding="utf-8"), "nothing is cut that is small"
 
 
+def test_a_start_keeps_the_logs_of_one_run_before(cluster):
+    for run in "abc":
+        write(cluster / f"{run}.log", event(0, run))
+        write(cluster / "router.log.1", event(0, run))
+        StateFolder("local").start_logs()
+        assert sorted(file.name for file in cluster.iterdir()) == ["previous"]
+        assert sorted(file.name for file in (cluster / "previous").iterdir()) == [f"{run}.log", "router.log.1"]
+
+
 def test_a_disk_without_room_for_the_copy_keeps_no_part_of_it(cluster, monkeypatch):
     def full(source, target):
         target.write_bytes(b"x")

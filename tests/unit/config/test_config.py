@@ -472,3 +472,14 @@ def test_certificates_are_renewed_by_the_same_ca_and_made_for_hosts_alone(tmp_pa
     assert not (tmp_path / "none").exists()
     modes = {name: (tmp_path / "tls" / name).stat().st_mode & 0o777 for name in ("key.pem", "ca-key.pem")}
     assert modes == {"key.pem": 0o600, "ca-key.pem": 0o600}
+
+
+@pytest.mark.parametrize(("lost", "left"), [("ca-key.pem", "ca.pem"), ("ca.pem", "ca-key.pem")])
+def test_half_a_ca_is_not_replaced(tmp_path, lost, left):
+    """Its key may be kept elsewhere. Others trust only this CA."""
+    certs(tmp_path, [], 30)
+    (tmp_path / lost).unlink()
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(ConfigError, match=f"{lost}: missing, but {left} is there; bring it back"):
+        certs(tmp_path, ["host.example"], 30)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
