@@ -41,12 +41,13 @@ _MARKS = frozenset(
 _HARMONY = "<|channel|>"
 _HARMONY_MARKS = frozenset((_HARMONY, "<|start|>", "<|end|>", "<|message|>", "<|constrain|>"))
 # Files with a tokenizer, the best first. `transformers` converts the others.
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json")
+TIKTOKEN = "tiktoken.model"
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", TIKTOKEN, "vocab.json")
 _CONVERT = "from transformers import AutoTokenizer as A; A.from_pretrained({0!r}).save_pretrained({0!r})"
 _CONVERSION = """
 import sys
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
-found = AutoTokenizer.from_pretrained(sys.argv[1])
+found = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=False)
 if not isinstance(found, PreTrainedTokenizerFast):  # for example that of mistral-common, which has no such form
     found = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])
 sys.stdout.write(found.backend_tokenizer.to_str())
@@ -305,10 +306,12 @@ def _read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
 
 def _converted(folder: Path, source: str) -> str:
     """Return the tokenizer.json that `transformers` makes of other files, in another process: it may import torch."""
-    remedy = "pip install transformers sentencepiece tiktoken mistral-common, then"
-    command_line = f'python -c "{_CONVERT.format(str(folder))}"'
+    convert = f'python -c "{_CONVERT.format(str(folder))}"'
+    remedy = f"pip install transformers sentencepiece tiktoken mistral-common, then {convert}"
+    if source == TIKTOKEN:  # most need code of the checkpoint, and that writes no tokenizer.json either
+        remedy = "add a tokenizer.json that was made elsewhere, because no code of a checkpoint runs"
     problem = f"{folder}: no tokenizer.json, and {source} cannot be converted"
-    return output_of(("-c", _CONVERSION, str(folder)), problem, f"{remedy} {command_line}")
+    return output_of(("-c", _CONVERSION, str(folder)), problem, remedy)
 
 
 def _padded_vocabulary(config: _Json) -> int:

@@ -100,10 +100,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Starcoder2ForCausalLM", "starcoder2", eps="norm_epsilon", keys=_WINDOW, fixed={"sliding_window": None},
         parts={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
     ),
-    "stablelm": Architecture(
-        "StableLmForCausalLM", "stablelm", eps="layer_norm_eps", partial=True,
-        keys={"use_parallel_residual": "use_parallel_residual"},
-    ),
+    "stablelm": Architecture("StableLmForCausalLM", "stablelm", eps="layer_norm_eps", partial=True),
     "nemotron": Architecture("NemotronForCausalLM", "nemotron", eps="norm_eps", partial=True, plus_one=True),
     "granite": Architecture("GraniteForCausalLM", "granite", paired=True, keys=_SCALED),
     "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", paired=True),

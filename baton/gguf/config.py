@@ -18,6 +18,8 @@ ENDS_OF_TURN = frozenset(
     {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>"}
 )
 LARGE_GEMMA = {("gemma2", 46): "27B", ("gemma3", 62): "27B"}  # by layers; its scores have another scale
+# Only 1 is supported. Converters write two meanings under the second key, and llama.cpp seldom reads the last two.
+FACTORS = ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor")
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 Json = dict[str, Any]
 
@@ -87,8 +89,10 @@ class _Config:
         return found | {"num_experts": experts}
 
     def _rope(self, rotated: int, head_dim: int) -> Json:
-        """Return the keys of the rotation. Factors of frequencies, as of Llama 3.1, are a tensor in the file."""
-        kind = str(self._get("rope.scaling.type") or "none")
+        """Return the keys of the rotation, with the defaults of llama.cpp. Factors of frequencies, as of Llama 3.1, are
+        a tensor in the file.
+        """
+        kind = str(self._get("rope.scaling.type") or "linear")
         found: Json = {"rope_theta": self._number("rope.freq_base", 10000.0)}
         if self._row.partial and rotated:
             found["partial_rotary_factor"] = rotated / head_dim
@@ -105,12 +109,19 @@ class _Config:
             scaling = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
             scaling |= {"attention_factor": 1.0, "original_max_position_embeddings": length}
             return found | {"rope_scaling": scaling}
-        if kind == "none":
-            return found
-        if kind not in ("linear", "yarn"):
+        if kind not in ("none", "linear", "yarn"):
             raise self._error("rope.scaling.type", f"{kind!r} is not supported (supported: none, linear, yarn)")
-        scaling = {"rope_type": kind, "factor": self._get("rope.scaling.factor")}
-        scaling |= {"original_max_position_embeddings": original} if kind == "yarn" else {}
+        for key in FACTORS:
+            if (value := self._get(key)) not in (None, 1):
+                raise self._error(key, f"must be 1, got {shown(value)}")
+        factor = self._number("rope.scaling.factor", self._number("rope.scale_linear", 1.0))
+        if kind == "none" or factor == 1.0:
+            return found
+        scaling = {"rope_type": kind, "factor": factor}
+        if kind == "yarn":
+            betas = {"beta_fast": 32.0, "beta_slow": 1.0}
+            scaling |= {key: self._number(f"rope.scaling.yarn_{key}", usual) for key, usual in betas.items()}
+            scaling["original_max_position_embeddings"] = original
         return found | {"rope_scaling": scaling}
 
     def _of_family(self, hidden: int, heads: int, head_dim: int) -> Json:
@@ -124,6 +135,7 @@ class _Config:
         if name == "stablelm":
             found["use_qkv_bias"] = self._has("blk.0.attn_q.bias")
             found["qk_layernorm"] = self._has("blk.0.attn_q_norm.weight")
+            found["use_parallel_residual"] = not self._has("blk.0.ffn_norm.weight")  # llama.cpp reads no flag either
         if name == "starcoder2":
             found["use_bias"] = self._has("blk.0.attn_q.bias")
         if name == "command-r":

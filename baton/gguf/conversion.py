@@ -13,12 +13,12 @@ LIMIT_S = 300.0
 
 
 def output_of(argv: Sequence[str], problem: str, remedy: str) -> str:
-    """Run this Python with arguments and return its output. Raises CheckpointError that begins with `problem`, and
-    contains the last line of the program's errors.
+    """Run this Python with arguments, without input, and return its output. Raises CheckpointError that begins with
+    `problem`, and contains the last line of the program's errors.
     """
-    env = os.environ | {"HF_HUB_OFFLINE": "1"}
+    env, command = os.environ | {"HF_HUB_OFFLINE": "1"}, [sys.executable, *argv]
     try:
-        done = subprocess.run([sys.executable, *argv], capture_output=True, env=env, check=False, timeout=LIMIT_S)
+        done = subprocess.run(command, input=b"", capture_output=True, env=env, check=False, timeout=LIMIT_S)
     except subprocess.TimeoutExpired as error:
         raise CheckpointError(f"{problem} (not converted within {LIMIT_S:g} s)") from error
     if not done.returncode:

@@ -50,8 +50,16 @@ def integers(weight: Tensor, bits: int, group: int, *, symmetric: bool) -> tuple
 
 
 def gptq(
-    weight: Tensor, bits: int, group: int, *, symmetric: bool = False, ordered: bool = False, version: int = 1
+    weight: Tensor,
+    bits: int,
+    group: int,
+    *,
+    symmetric: bool = False,
+    ordered: bool = False,
+    version: int = 1,
+    biases: bool = False,
 ) -> Layer:
+    """Quantise a layer. AutoGPTQ writes `biases` of zeros for layers without one."""
     k = weight.shape[1]
     group = k if group == -1 else group
     order = torch.randperm(k, generator=torch.Generator().manual_seed(k)) if ordered else torch.arange(k)
@@ -60,6 +68,7 @@ def gptq(
     g_idx = (back // group).int()
     values = scale.float()[:, g_idx] * (levels[:, back].float() - zero.float()[:, g_idx])
     tensors = {"qweight": words(levels[:, back], bits).t(), "qzeros": words((zero - (2 - version)).t(), bits)}
+    tensors |= {"bias": torch.zeros(len(weight), dtype=torch.half)} if biases else {}
     return {name: each.contiguous() for name, each in (tensors | {"scales": scale.t(), "g_idx": g_idx}).items()}, values
 
 

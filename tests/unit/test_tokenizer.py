@@ -1,4 +1,6 @@
 import json
+import os
+import subprocess
 import sys
 import threading
 from unittest import mock
@@ -10,7 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from baton.errors import CheckpointError
-from baton.tokenizer import ORACLE_EOS, OracleTokenizer, load_tokenizer
+from baton.gguf.conversion import output_of
+from baton.tokenizer import _CONVERSION, ORACLE_EOS, OracleTokenizer, load_tokenizer
 
 unicode_text = st.text(st.characters(exclude_categories=["Cs"]))
 
@@ -257,6 +260,50 @@ def test_a_missing_tokenizer_json_is_made_by_transformers(tmp_path):
         CheckpointError, match=r"no tokenizer.json, and tokenizer.model .* then python -c \"from transf"
     ):
         load_tokenizer(tmp_path)
+
+
+@pytest.fixture
+def kimi(tmp_path):
+    """A folder whose tokenizer only its own code can make. The code writes the file `ran`."""
+    (tmp_path / "tiktoken.model").write_text("YQ== 0\n")
+    listed = {"tokenizer_class": "TikTokenTokenizer", "auto_map": {"AutoTokenizer": ["own.TikTokenTokenizer", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(listed))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_no_code_of_a_checkpoint_runs_even_if_an_operator_allows_it(kimi):
+    """transformers would ask, and take the answer from the input of the process."""
+    argv = [sys.executable, "-c", _CONVERSION, str(kimi)]
+    done = subprocess.run(argv, input="y\n", text=True, capture_output=True, check=False)
+    assert done.returncode
+    assert "Do you wish to run the custom code" not in done.stdout
+    assert "contains custom code" in done.stderr
+    assert not (kimi / "ran").exists()
+
+
+def test_a_folder_with_tiktoken_model_only_needs_a_tokenizer_json(kimi):
+    """The command that makes one of other files would fail for it."""
+    failure = mock.patch("baton.tokenizer.output_of", side_effect=CheckpointError("not converted"))
+    with failure as convert, pytest.raises(CheckpointError):
+        load_tokenizer(kimi)
+    _, problem, remedy = convert.call_args.args
+    assert problem == f"{kimi}: no tokenizer.json, and tiktoken.model cannot be converted"
+    assert remedy.startswith("add a tokenizer.json that was made elsewhere")
+
+
+def test_programs_that_convert_get_no_input():
+    kept, (read, write) = os.dup(0), os.pipe()
+    try:
+        os.write(write, b"y\n")
+        os.dup2(read, 0)
+        os.close(write)
+        assert output_of(("-c", "print(repr(__import__('sys').stdin.read()))"), "problem", "remedy") == "''\n"
+    finally:
+        os.dup2(kept, 0)
+        for each in (kept, read):
+            os.close(each)
 
 
 @pytest.mark.parametrize(

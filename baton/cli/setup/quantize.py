@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from enum import StrEnum
 from pathlib import Path
@@ -16,8 +17,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 HEAD = "lm_head.weight"
-LAYERS = (".self_attn.", ".mlp.", ".block_sparse_moe.experts.")
-ENDINGS = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+RECURRENT = (".conv.", ".mamba.", ".mixer.", ".linear_attn.")
+LAYERS = (".self_attn.", ".mlp.", ".block_sparse_moe.experts.", ".feed_forward.", ".shared_mlp.", *RECURRENT)
+ENDINGS = ("_proj.weight", "_linear.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+FUSED = re.compile(r"\.experts\.|\.block_sparse_moe\.(in|out)put_linear\.")  # tensors of all experts of a layer
+NOT_LISTED = re.compile(r"(embed_tokens\w*|embeddings|norm\w*|\.gate)\.weight$")  # routers have a pattern
 
 
 class Bits(StrEnum):
@@ -69,8 +73,8 @@ def quantize(folder: Source, out: Out, to: To = Bits.int8, compare: Compare = No
         typer.echo(f"{compare}: {compare_checkpoints(folder, out, pieces)}")
 
 
-def _convert(source: Path, target: Path, to: str) -> dict[str, int]:
-    """Convert one file of weights. Return the sizes of its tensors by name."""
+def _convert(source: Path, target: Path, to: str) -> dict[str, Tensor]:
+    """Convert one file of weights. Return its tensors by name, without their values."""
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import save_file
 
@@ -85,7 +89,7 @@ def _convert(source: Path, target: Path, to: str) -> dict[str, int]:
         save_file(tensors, target, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(str(error)) from error
-    return {name: tensor.nbytes for name, tensor in tensors.items()}
+    return {name: tensor.to("meta") for name, tensor in tensors.items()}
 
 
 def _converted(name: str, tensor: Tensor, to: str) -> dict[str, Tensor]:
@@ -95,8 +99,9 @@ def _converted(name: str, tensor: Tensor, to: str) -> dict[str, Tensor]:
     from baton.engine.models.formats.base import packed_words
 
     linear = name.endswith(ENDINGS) and any(part in name for part in LAYERS)
-    if tensor.ndim == 3:
-        raise ConfigError(f"{name}: fused experts cannot be quantised; save the model with save_original_format=True")
+    if tensor.ndim == 3 and FUSED.search(name):
+        remedy = "save the model with save_original_format=True, if its original format has them one by one"
+        raise ConfigError(f"{name}: fused experts cannot be quantised; {remedy}")
     if not (linear or name == HEAD) or tensor.ndim != 2:
         return {name: tensor}
     layer, weight = name.removesuffix(".weight"), quantized.quantize(tensor, quantized.SCHEMES[to])
@@ -111,22 +116,28 @@ def _converted(name: str, tensor: Tensor, to: str) -> dict[str, Tensor]:
     }
 
 
-def _write_others(folder: Path, out: Path, names: dict[str, dict[str, int]], to: str) -> None:
+def _write_others(folder: Path, out: Path, names: dict[str, dict[str, Tensor]], to: str) -> None:
     """Write the index, config.json with the scheme, and copies of all other files."""
     weights = {"model.safetensors.index.json", *names}
     for file in folder.iterdir():
         if file.is_file() and file.name not in weights:
             shutil.copyfile(file, out / file.name)
     if len(names) > 1:
-        total = sum(sum(sizes.values()) for sizes in names.values())
-        places = {name: file for file, sizes in names.items() for name in sizes}
+        total = sum(tensor.nbytes for tensors in names.values() for tensor in tensors.values())
+        places = {name: file for file, tensors in names.items() for name in tensors}
         _write(out / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": places})
     config = json.loads((folder / "config.json").read_text())
-    separate = any("lm_head.weight_scale" in sizes for sizes in names.values())  # else the head is the embedding
-    routers = any(name.endswith(".gate.weight") for sizes in names.values() for name in sizes)
-    ignored = {"lm_head": not separate, "re:.*[.]gate$": routers}
-    scheme = _scheme(to) | {"ignore": [name for name, stays in ignored.items() if stays]}
-    _write(out / "config.json", config | {"quantization_config": scheme})
+    whole = {name: tensor for tensors in names.values() for name, tensor in tensors.items()}
+    _write(out / "config.json", config | {"quantization_config": _scheme(to) | {"ignore": _ignored(whole)}})
+
+
+def _ignored(tensors: dict[str, Tensor]) -> list[str]:
+    """Return the names of linear layers that kept their weights, and a pattern for routers."""
+    tied = [] if f"{HEAD}_scale" in tensors else ["lm_head"]  # the head is the embedding
+    routers = ["re:.*[.]gate$"] if any(name.endswith(".gate.weight") for name in tensors) else []
+    kept = (name for name, tensor in tensors.items() if tensor.ndim == 2 and f"{name}_scale" not in tensors)
+    linear = (name for name in kept if name.endswith(".weight") and not NOT_LISTED.search(name))
+    return tied + routers + sorted(name.removesuffix(".weight") for name in linear)
 
 
 def _scheme(to: str) -> dict[str, Any]:

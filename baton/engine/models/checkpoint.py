@@ -212,6 +212,7 @@ class Checkpoint:
         left = sorted(self._files.keys() - self._digests.keys())
         endings = ("rotary_emb.inv_freq", *(self._stored.unread if self._stored else ()))
         left = [name for name in left if not name.startswith(unread) and not name.endswith(endings)]
+        left = [name for name in left if not self._is_zero_bias(name)]
         if left:
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
             raise CheckpointError(f"{self._files[left[0]]}: unexpected tensors: {', '.join(left[:3])}{more}")
@@ -219,6 +220,11 @@ class Checkpoint:
         named = sorted(name for name in self._digests if not name.startswith(apart))
         lines = "".join(f"{name}={self._digests[name]}\n" for name in named)
         return xxhash.xxh3_128_hexdigest(lines.encode())
+
+    def _is_zero_bias(self, name: str) -> bool:
+        """Return whether a tensor is zero and a bias of GPTQ. AutoGPTQ writes it for a layer without a bias."""
+        is_bias = f"{name.removesuffix('.bias')}.qweight" in self._files
+        return is_bias and not bool(self._mapped[self._files[name]].get_tensor(name).any())
 
     def _list(self, file: Path) -> None:
         mapped = self._mapped[file]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from baton.engine.models.json_fields import MAX_INT, Fields
+from baton.engine.models.json_fields import MAX_INT, Fields, shown
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 # Far beyond useful values. They protect float32 from overflow by an untrusted config.
@@ -124,6 +124,8 @@ def _parse_llama3(rope: Fields, plain: RopeConfig) -> RopeConfig:
 
 
 def _parse_yarn(rope: Fields, plain: RopeConfig) -> RopeConfig:
+    if (share := rope.values.get("extrapolation_factor")) not in (None, 1):
+        raise rope.error("extrapolation_factor", f"must be 1, got {shown(share)}")
     factor = _factor(rope, "factor", plain.limit / plain.original)
     return replace(
         plain,
@@ -154,13 +156,15 @@ def _is_factor(value: object) -> bool:
 
 
 def _yarn_attention_factor(rope: Fields, factor: float) -> float:
-    """Return the given factor, or the paper's formula. `mscale` and `mscale_all_dim` apply only together."""
+    """Return the given factor, or the paper's formula. `mscale` and `mscale_all_dim` apply only together. `attn_factor`
+    multiplies the formula, as in vLLM and SGLang; transformers does not read it.
+    """
     if rope.has("attention_factor"):
         return _factor(rope, "attention_factor")
     mscale, mscale_all_dim = (_factor(rope, key, 0.0, above=-MIN_FACTOR) for key in ("mscale", "mscale_all_dim"))
-    if mscale and mscale_all_dim:
-        return _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
-    return _mscale(factor, 1.0)
+    both = mscale and mscale_all_dim
+    usual = _mscale(factor, mscale) / _mscale(factor, mscale_all_dim) if both else _mscale(factor, 1.0)
+    return usual * _factor(rope, "attn_factor", 1.0)
 
 
 def _mscale(factor: float, mscale: float) -> float:

@@ -249,7 +249,7 @@ class DecoderSpec:
     @property
     def lacks(self) -> str:
         """Name the first part that GPU kernels lack, or ""."""
-        if self.recurrent:
+        if any(self.recurrent):
             return "recurrent layers"
         if self.inputs is not None:
             return "inputs of each layer"

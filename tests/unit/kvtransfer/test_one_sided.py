@@ -399,7 +399,7 @@ def all_read(pair: Pair, job: PushJob) -> None:
 
 @pytest.mark.parametrize("ends", ["computed again", "aborted"])
 def test_a_digest_of_the_whole_waits_for_blocks_that_were_withdrawn(shared, ends: str) -> None:
-    """The push is withdrawn between its last frame and its commit. Other pushes of the channel go on meanwhile."""
+    """The push is withdrawn between its last frame and its commit. Other pushes of the channel go on."""
     pair, again = shared(), [50, 51, 52, 53, 54, 55]
     job = pair.begin("r", TOKENS, TARGET, verify=True)
     probed(pair)

@@ -84,9 +84,19 @@ def random_checkpoint(
     model_class = class_of(family)
     config = model_class.config_class(**(shape | settings))
     config._attn_implementation = "eager"
-    model = model_class(config).eval().requires_grad_(False)
+    model = limited(model_class(config).eval().requires_grad_(False))
     randomise(model, seed)
     model.to(dtype).save_pretrained(folder, max_shard_size=shard)
+    return model
+
+
+def limited(model: Any) -> Any:
+    """Return a model whose time steps of Mamba have the limits of its config, as Nemotron-H's authors have them.
+    transformers 5.23 takes `time_step_min`, a bound of initial values, for the lower one (its pull request 48989).
+    """
+    for module in model.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = tuple(model.config.time_step_limit)
     return model
 
 
@@ -127,7 +137,7 @@ def wrapped_checkpoint(folder: Path, family: str) -> Any:
 def reload(folder: Path, family: str, dtype: torch.dtype) -> Any:
     """Load the checkpoint with transformers. `model.to` would round the rotary frequencies as well."""
     model = class_of(family).from_pretrained(folder, dtype=dtype, attn_implementation="eager")
-    return model.eval().requires_grad_(False)
+    return limited(model.eval().requires_grad_(False))
 
 
 def parameter_of(reference: Any, name: str) -> torch.Tensor:
@@ -399,7 +409,14 @@ RECURRENT: dict[str, Variant] = {
     ),
     "nemotron_h-biases": Variant(
         "nemotron_h",
-        NEMOTRON_H | {"use_bias": True, "mlp_bias": True, "use_conv_bias": False, "time_step_min": 0.4, "n_groups": 3},
+        NEMOTRON_H
+        | {
+            "use_bias": True,
+            "mlp_bias": True,
+            "use_conv_bias": False,
+            "time_step_limit": (0.4, 0.9),
+            "n_groups": 3,
+        },
     ),
     "granite-hybrid": Variant("granitemoehybrid", {**FOUR, **MAMBA, "num_local_experts": 0}),
     "granite-hybrid-rope": Variant(

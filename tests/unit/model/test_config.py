@@ -62,6 +62,22 @@ def test_rope_both_spellings(scaling: dict[str, Any], head_dim: int):
         assert rope.attention_factor == attention_factor
 
 
+def test_attn_factor_multiplies_the_usual_factor_of_yarn():
+    """vLLM and SGLang read it so, and transformers does not. DeepSeek-R1-0528-Qwen3-8B cancels the usual factor."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "extrapolation_factor": 1.0}
+    found = parsed(rope_scaling=yarn | {"attn_factor": 0.8782488562869419}).spec.ropes[0]
+    assert found.attention_factor == pytest.approx(1.0, rel=1e-9)
+    both = {"mscale": 1.0, "mscale_all_dim": 0.5}
+    usual, twice = (parsed(rope_scaling=yarn | both | more).spec.ropes[0] for more in ({}, {"attn_factor": 2}))
+    assert twice.attention_factor == 2 * usual.attention_factor
+
+
+@pytest.mark.parametrize(("tuning", "warms_up"), [(True, True), (4, True), (False, False), (0, False)])
+def test_the_temperature_of_llama_4_is_a_flag_or_a_number(tuning: bool | int, warms_up: bool):
+    layers = parsed("llama4_text", attn_temperature_tuning=tuning, no_rope_layers=[1, 1, 0]).spec.attention
+    assert [each.temperature is not None for each in layers] == [False, False, warms_up]
+
+
 @pytest.mark.parametrize(
     ("settings", "theta"),
     [
@@ -94,6 +110,8 @@ def test_rope_theta(settings: dict[str, Any], theta: float):
         ({"type": "yarn", "factor": 2, "truncate": 1}, "truncate must be true or false"),
         ({"type": "yarn", "factor": 2, "beta_fast": -1}, "beta_fast must be a number"),
         ({"type": "yarn", "factor": 2, "mscale": -1}, "mscale must be a number"),
+        ({"type": "yarn", "factor": 2, "attn_factor": 0}, "rope_scaling: attn_factor must be a number .* got 0"),
+        ({"type": "yarn", "factor": 2, "extrapolation_factor": 0.5}, "extrapolation_factor must be 1, got 0.5"),
         ({"type": "yarn", "factor": 2, "original_max_position_embeddings": 0.5}, "must be a whole number"),
         ({"rope_type": "default", "rope_theta": 1}, "rope_theta must be a number between 1"),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1"),
@@ -355,6 +373,8 @@ def test_experts_and_latent_attention_that_are_refused(family: str, settings: di
         ("gpt_oss", {}, "rope_scaling is missing"),
         ("smollm3", {"no_rope_layers": [1, 2, 0]}, "no_rope_layers must have 3 entries, each 0 or 1"),
         ("llama4_text", {"layer_types": ["sliding_attention"] * 3}, "layer_types 'sliding_attention' is not supported"),
+        ("llama4_text", {"attn_temperature_tuning": -1}, "tuning must be a whole number from 0 to .*, got -1"),
+        ("llama4_text", {"attn_temperature_tuning": "4"}, "attn_temperature_tuning must be true or false, got '4'"),
         ("gemma3", {}, "text_config is missing"),
         ("mistral3", {"text_config": {"model_type": "gpt2"}}, "text_config: model_type 'gpt2' is not supported"),
     ],
@@ -420,6 +440,7 @@ attention_chunk_size floor_scale attn_scale swiglu_limit interleave_moe_layer_st
 num_global_key_value_heads attention_k_eq_v num_kv_shared_layers vocab_size_per_layer_input""".split()
 ROPE_KEYS = [*(field.name for field in dataclasses.fields(RopeConfig)), "mscale", "mscale_all_dim", "rope_theta"]
 ROPE_KEYS += ["original_max_position_embeddings", "partial_rotary_factor", "alpha", "llama_4_scaling_beta"]
+ROPE_KEYS += ["attn_factor", "extrapolation_factor"]
 
 
 @pytest.mark.slow

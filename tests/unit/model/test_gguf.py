@@ -4,7 +4,6 @@ import json
 import random
 import re
 import struct
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -47,6 +46,7 @@ GRANITE_HUB = {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attenti
 SIX: dict[str, Any] = {"num_attention_heads": 6}
 LINEAR = {"rope.scaling.type": "linear", "rope.scaling.factor": 3.0}
 YARN_KEYS = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}
+BETAS = {"rope.scaling.yarn_beta_fast": 1.5, "rope.scaling.yarn_beta_slow": 0.25}
 SHORT, LONG = LONG_FACTORS["short_factor"], LONG_FACTORS["long_factor"]
 PHI3 = {
     **SIX, **rope(rope_type="longrope", **LONG_FACTORS, partial_rotary_factor=0.75, attention_factor=1.2),
@@ -58,6 +58,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "llama-tied": ("llama", "llama", {"tie_word_embeddings": True, "head_dim": 20}, {}),
     "llama-linear": ("llama", "llama", rope(rope_type="linear", factor=3.0), LINEAR),
     "llama-yarn": ("llama", "llama", rope(**YARN), YARN_KEYS),
+    "llama-yarn-betas": ("llama", "llama", rope(**YARN, beta_fast=1.5, beta_slow=0.25), YARN_KEYS | BETAS),
     "mixtral": ("llama", "mixtral", MIXTRAL, {}),
     "qwen2": ("qwen2", "qwen2", {}, {}),
     "qwen3": ("qwen3", "qwen3", {"head_dim": 32}, {}),
@@ -66,8 +67,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": ("gemma3", "gemma3_text", GEMMA | {"num_hidden_layers": 7}, WINDOW),
     "phi3": ("phi3", "phi3", {"sliding_window": 24}, WINDOW),
     "starcoder2": ("starcoder2", "starcoder2", {"sliding_window": 24}, WINDOW),
-    "stablelm": ("stablelm", "stablelm", SIX | {"use_qkv_bias": True}, {"use_parallel_residual": False}),
-    "stablelm-2": ("stablelm", "stablelm", SIX | {"use_parallel_residual": True}, {"use_parallel_residual": True}),
+    "stablelm": ("stablelm", "stablelm", SIX | {"use_qkv_bias": True}, {"use_parallel_residual": True}),
+    "stablelm-2": ("stablelm", "stablelm", SIX | {"use_parallel_residual": True}, {}),
     "nemotron": ("nemotron", "nemotron", {"head_dim": 16}, {}),
     "granite": ("granite", "granite", GRANITE_HUB | {"logits_scaling": 4.0}, GRANITE),
     "smollm3": ("smollm3", "smollm3", {"num_hidden_layers": 4}, {}),
@@ -234,6 +235,43 @@ PHI = {"embedding_length": 96, "attention.head_count": 6, "rope.dimension_count"
 PHI |= {"block_count": 2, "context_length": 512}
 
 
+def header_of(**metadata: Any) -> GgufHeader:
+    """Return the header of a model with the architecture phi3."""
+    found = {"general.architecture": "phi3", "phi3.attention.layer_norm_rms_epsilon": 1e-5}
+    found |= {f"phi3.{name}": number for name, number in PHI.items()} | metadata
+    path = Path("m.gguf")
+    return GgufHeader(path, found, {"token_embd.weight": TensorInfo(path, "F32", (64, 96), 0, 24576)})
+
+
+@pytest.mark.parametrize(
+    ("keys", "scaling"),
+    [
+        ({}, None),
+        ({"scaling.factor": 2.0}, {"rope_type": "linear", "factor": 2.0}),
+        ({"scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"scale_linear": 4.0, "scaling.factor": 2.0}, {"rope_type": "linear", "factor": 2.0}),
+        ({"scaling.type": "linear", "scaling.factor": 1.0}, None),
+        ({"scaling.type": "none", "scaling.factor": 2.0}, None),
+        (
+            {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.yarn_beta_fast": 16.0},
+            {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0, "beta_slow": 1.0}
+            | {"original_max_position_embeddings": 512},
+        ),
+    ],
+)
+def test_rotations_without_a_type_are_linear_as_in_llama_cpp(keys: dict[str, Any], scaling: dict[str, Any] | None):
+    header = header_of(**{f"phi3.rope.{name}": value for name, value in keys.items()})
+    assert config_of(header).get("rope_scaling") == scaling
+
+
+def test_stablelm_is_parallel_if_a_layer_has_one_norm(tmp_path: Path):
+    """Converters set the flag for all models, and llama.cpp does not read it."""
+    for parallel in (False, True):
+        random_checkpoint(tmp_path, "stablelm", **SIX, use_parallel_residual=parallel)
+        Export(tmp_path, tmp_path / "m.gguf", "stablelm", use_parallel_residual=True)
+        assert config_of(read_header(tmp_path / "m.gguf"))["use_parallel_residual"] is parallel
+
+
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
@@ -245,17 +283,18 @@ PHI |= {"block_count": 2, "context_length": 512}
         ("phi3.block_count", -1, "must be one whole number from 1 for all layers, got -1"),
         ("phi3.rope.freq_base", "much", "must be a number, got 'much'"),
         ("phi3.rope.freq_base", [1.0], r"must be a number, got \[1.0\]"),
+        ("phi3.rope.scaling.type", "dynamic", r"'dynamic' is not supported \(supported: none, linear, yarn\)"),
+        ("phi3.rope.scaling.factor", "much", "must be a number, got 'much'"),
+        ("phi3.rope.scaling.attn_factor", 1.2, "must be 1, got 1.2"),
+        ("phi3.rope.scaling.yarn_attn_factor", 1.2, "must be 1, got 1.2"),
+        ("phi3.rope.scaling.yarn_ext_factor", 0.5, "must be 1, got 0.5"),
         ("tokenizer.ggml.tokens", 7, "must be an array, got 7"),
         ("tokenizer.ggml.token_type", 3, "must be an array, got 3"),
     ],
 )
 def test_metadata_of_another_kind(key: str, value: Any, words: str):
-    metadata = {"general.architecture": "phi3", "phi3.attention.layer_norm_rms_epsilon": 1e-5}
-    metadata |= {f"phi3.{name}": number for name, number in PHI.items()}
-    path = Path("m.gguf")
-    header = GgufHeader(path, metadata, {"token_embd.weight": TensorInfo(path, "F32", (64, 96), 0, 24576)})
-    assert config_of(header)["head_dim"] == 16
-    changed = replace(header, metadata=metadata | {key: value})
+    assert config_of(header_of())["head_dim"] == 16
+    changed = header_of(**{key: value})
     with pytest.raises(CheckpointError, match=words if words.startswith("phi3") else f"m.gguf: {key} {words}"):
         config_of(changed)
     if key == "tokenizer.ggml.tokens":

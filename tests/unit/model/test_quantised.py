@@ -19,7 +19,16 @@ from baton.cli.setup.quantize import quantize as write_copy
 from baton.engine.kernels.quantized import SCHEMES, Quantize, quantize
 from baton.engine.models.loading import load_model
 from baton.errors import CheckpointError, ConfigError
-from tests.unit.model.checkpoints import MIXTRAL, QWEN, V3, parameter_of, random_checkpoint
+from tests.unit.model.checkpoints import (
+    MIXTRAL,
+    NATIVE,
+    QWEN,
+    RECURRENT,
+    V3,
+    limited,
+    parameter_of,
+    random_checkpoint,
+)
 from tests.unit.model.harness import check_equal, greedy, prompts
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}  # in whole groups
@@ -85,6 +94,7 @@ def compress(folder: Path, form: str, weights: dict[str, Any], reference: Any, *
     config = json.loads((folder / "config.json").read_text())
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
     section = {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
+    section |= {"sparsity_config": {"format": "dense", "sparsity_structure": "unstructured"}}
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
 
 
@@ -142,15 +152,56 @@ def test_a_quantised_copy_of_experts(family: str, tmp_path: Path, monkeypatch):
         write_copy(tmp_path / "fused", tmp_path / "again")
 
 
+def test_experts_that_a_family_always_stores_as_one_are_not_quantised(tmp_path: Path):
+    RECURRENT["granite-hybrid-experts"].write(tmp_path / "m")
+    with pytest.raises(ConfigError, match=r"block_sparse_moe.input_linear.weight: fused experts cannot be quantised"):
+        write_copy(tmp_path / "m", tmp_path / "copy")
+
+
+def read_by_transformers(folder: Path) -> Any:
+    """Return a quantised copy as transformers reads it, with activations that are not rounded."""
+    found = transformers.AutoModelForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
+    return limited(found.apply(disable_quantization))
+
+
+@pytest.mark.parametrize("name", ["lfm2", "nemotron_h"])
+def test_a_quantised_copy_with_convolutions(name: str, tmp_path: Path, monkeypatch):
+    """The weights of convolutions stay, and all linear layers are quantised."""
+    monkeypatch.setenv("BATON_CPU_LEVEL", "none")
+    RECURRENT[name].write(tmp_path / "m", hidden_size=96, intermediate_size=96)
+    write_copy(tmp_path / "m", tmp_path / "copy", Bits.int8)
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("m", "copy"))
+    convolutions = [path for path, weight in before.items() if weight.ndim == 3]
+    assert convolutions
+    assert all(torch.equal(before[path], after[path]) for path in convolutions)
+    linear = [path for path, weight in before.items() if weight.ndim == 2 and "embed" not in path]
+    assert all(after[path].dtype == torch.int8 for path in linear)
+    check_equal(tmp_path / "copy", read_by_transformers(tmp_path / "copy"))
+
+
+PHI = ["mlp.fc1", "mlp.fc2", "self_attn.dense"]
+
+
+@pytest.mark.parametrize(("name", "layers", "tied"), [("phi", PHI, []), ("starcoder2", ["mlp.c_fc"], ["lm_head"])])
+def test_layers_that_keep_their_weights_are_ignored(
+    name: str, layers: list[str], tied: list[str], tmp_path: Path, monkeypatch
+):
+    """Otherwise transformers would look for their scales."""
+    monkeypatch.setenv("BATON_CPU_LEVEL", "none")
+    NATIVE[name].write(tmp_path / "m", hidden_size=96, intermediate_size=96)
+    write_copy(tmp_path / "m", tmp_path / "copy", Bits.int8)
+    scheme = json.loads((tmp_path / "copy" / "config.json").read_text())["quantization_config"]
+    assert scheme["ignore"] == tied + [f"model.layers.{i}.{layer}" for i in range(2) for layer in layers]
+    check_equal(tmp_path / "copy", read_by_transformers(tmp_path / "copy"))
+
+
 @pytest.mark.parametrize("bits", list(Bits))
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
 def test_a_quantised_copy(bits: Bits, tied: bool, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("BATON_CPU_LEVEL", "none")
     random_checkpoint(tmp_path / "m", "llama", shard="40KB", tie_word_embeddings=tied, **SIZES)
     write_copy(tmp_path / "m", tmp_path / "copy", bits)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "copy").eval().requires_grad_(False)
-    reference.apply(disable_quantization)  # of activations
-    check_equal(tmp_path / "copy", reference)
+    check_equal(tmp_path / "copy", read_by_transformers(tmp_path / "copy"))
     with pytest.raises(ConfigError, match="exists already"):
         write_copy(tmp_path / "m", tmp_path / "copy", bits)
     with pytest.raises(ConfigError, match="if it is not quantised"):
@@ -169,6 +220,11 @@ def test_a_quantised_copy(bits: Bits, tied: bool, tmp_path: Path, monkeypatch):
         ({"transform_config": {"r1": {}}}, "transform_config"),
         ({"config_groups": {}}, "config_groups must have one entry"),
         ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        (
+            {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            r"sparsity_config: format 'sparse-24-bitmask' is not supported \(supported: dense\)",
+        ),
+        ({"sparsity_config": {"targets": []}}, "sparsity_config: format is missing"),
         ({"weights": {"num_bits": 1}}, "num_bits"),
         ({"weights": {"strategy": "token"}}, "strategy"),
         ({"weights": {"strategy": "tensor", "symmetric": False}}, "strategy"),

@@ -52,12 +52,29 @@ def test_other_names_of_keys_take_precedence():
     assert found.spec.recurrent[0].width == 3
 
 
-@pytest.mark.parametrize("limits", [[0, 1], [0.0, 1.0], [0, math.inf], [0, {"__float__": "Infinity"}]])
-def test_limits_of_time_steps_may_be_whole_numbers(limits: list[Any]):
-    settings = settings_of("granitemoehybrid", **TYPES["granitemoehybrid"])
-    found = parsed(settings | {"time_step_limit": limits}).spec.recurrent[0]
+def limits_of(family: str, **changes: Any) -> tuple[float, float]:
+    found = parsed(settings_of(family, **TYPES.get(family, {})) | changes).spec.recurrent[0]
     assert isinstance(found, MambaSpec)
-    assert found.limits == (0.0, 1.0 if limits[1] == 1 else math.inf)
+    return found.limits
+
+
+@pytest.mark.parametrize("family", ["granitemoehybrid", "nemotron_h"])
+@pytest.mark.parametrize("limits", [[0, 1], [0.0, 1.0], [0, math.inf], [0, {"__float__": "Infinity"}]])
+def test_limits_of_time_steps_may_be_whole_numbers(limits: list[Any], family: str):
+    assert limits_of(family, time_step_limit=limits) == (0.0, 1.0 if limits[1] == 1 else math.inf)
+
+
+def test_bounds_of_initial_time_steps_do_not_limit_those_of_nemotron_h():
+    assert limits_of("nemotron_h", time_step_min=0.4, mamba_dt_min=0.4, time_step_floor=0.4) == (0.0, math.inf)
+    assert limits_of("nemotron_h", mamba_dt_limit=[0.1, 0.5]) == (0.1, 0.5)
+
+
+def test_granite_without_recurrent_layers_lacks_nothing_on_gpus():
+    """Its small models have attention only."""
+    settings = settings_of("granitemoehybrid", **TYPES["granitemoehybrid"]) | {"num_local_experts": 0}
+    assert parsed(settings).spec.lacks == "recurrent layers"
+    dense = parsed(settings | {"layer_types": ["attention"] * 32}).spec
+    assert (dense.lacks, dense.state_size, dense.has_kv) == ("", 0, [True] * 32)
 
 
 @pytest.mark.parametrize(

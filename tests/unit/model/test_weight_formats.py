@@ -75,6 +75,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Write, bool]] = {
     "modelopt nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, formats.modelopt_nvfp4, False),
     "gptq": (GPTQ, partial(formats.gptq, bits=4, group=32), True),
     "gptq symmetric": (GPTQ | {"sym": True}, partial(formats.gptq, bits=4, group=32, symmetric=True), True),
+    "gptq with biases": (GPTQ, partial(formats.gptq, bits=4, group=32, biases=True), True),
     "gptq v2 of 2 bits": (
         GPTQ | {"bits": 2, "checkpoint_format": "gptq_v2"}, partial(formats.gptq, bits=2, group=32, version=2), True,
     ),
@@ -106,7 +107,7 @@ def write(
     for name in [name for name in tensors if re.search(layers, name)]:
         found, values = layer(tensors.pop(name))
         parameter_of(reference, name).copy_(values)
-        tensors |= {name.removesuffix("weight") + part: tensor for part, tensor in found.items()}
+        tensors = {name.removesuffix("weight") + part: tensor for part, tensor in found.items()} | tensors
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     edit_config(folder, quantization_config=section)
     return reference
@@ -270,6 +271,13 @@ def test_experts_of_llama_4_that_are_stored_one_by_one(name: str, tmp_path: Path
     check_equal(tmp_path, reference)
 
 
+def test_biases_of_zeros_for_layers_without_one(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("BATON_CPU_LEVEL", "none")
+    section, layer, _ = FORMATS["gptq with biases"]
+    check_equal(tmp_path, write(tmp_path, section, layer, "llama"))
+    assert "model.layers.0.self_attn.o_proj.bias" in load_file(tmp_path / "model.safetensors")
+
+
 def test_layers_that_gptq_leaves_out(tmp_path: Path, monkeypatch):
     """As in the checkpoints of Qwen3.5 by its authors."""
     monkeypatch.setenv("BATON_CPU_LEVEL", "none")
@@ -304,6 +312,11 @@ WRONG: list[tuple[str, Callable[[Path], None], str]] = [
     ("gptq in any order", edited(".g_idx", lambda each: each + 1), "g_idx has a group outside 0 to 1"),
     ("int4 in bytes", edited("k_proj.weight", lambda each: each + 8), "k_proj.weight has a level outside int4"),
     ("gptq", edited(".qzeros", lambda each: each | -1), "qzeros has the zero level 15, which is ambiguous"),
+    (
+        "gptq with biases",
+        edited("1.mlp.up_proj.bias", lambda each: each + 1),
+        "unexpected tensors: .*1.mlp.up_proj.bias",
+    ),
     ("gptq", declared(bits=5), "bits must be 2, 3, 4 or 8, got 5"),
     ("gptq", declared(checkpoint_format="marlin"), "checkpoint_format 'marlin' is not supported"),
     ("gptq", declared(dynamic={"+:.*up.*": {"bits": 8}}), r"dynamic with settings of its own for '\+:.\*up.\*'"),

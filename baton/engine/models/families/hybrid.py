@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from baton.engine.models.config_variants import ExpertsConfig, expert_count, experts_per_token
+from baton.engine.models.families import common
 from baton.engine.models.families.common import FULL, activation, expect, layer_types, plain_decoder, recurrent_layers
 from baton.engine.models.json_fields import Fields
 from baton.engine.models.recurrent.spec import MambaSpec, ShortConvSpec
@@ -121,7 +121,7 @@ def _mamba(fields: Fields, eps: float) -> MambaSpec:
     head_dim, states = fields.integer("mamba_head_dim", 64), fields.integer("ssm_state_size", 128)
     width = fields.integer("conv_kernel", 4, low=2, high=64)
     biases = fields.flag("use_conv_bias", True), fields.flag("use_bias", False)
-    limits = fields.number("time_step_min", 0.001), math.inf
+    limits = common.time_steps(fields)  # `time_step_min` bounds initial values only
     keys = ("mamba_num_heads", "n_groups")
     return MambaSpec(heads, head_dim, groups, states, width, eps, *biases, limits, keys=keys)
 
@@ -145,7 +145,7 @@ FAMILIES = {
             "mlp_hidden_act": "relu2"
         }, renamed={
             "mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias",
-            "mamba_dt_min": "time_step_min",
+            "mamba_dt_limit": "time_step_limit",
         },
         differs="each layer is Mamba 2, attention without rotation, or a network or mixture of experts without gates",
     ),

@@ -18,8 +18,9 @@ def _llama4(fields: Fields, sizes: Sizes, family: Family) -> DecoderSpec:
     chunk = fields.integer("attention_chunk_size", 8192)
     norms = HeadNormSpec(spec.norm, over="bare") if fields.flag("use_qk_norm", True) else None
     warms = Temperature(fields.number("attn_scale", 0.1), fields.number("floor_scale", 8192), 1)
-    warms_up = fields.flag("attn_temperature_tuning", True)
-
+    key = "attn_temperature_tuning"  # a flag, or in older files a number, of which 0 means false
+    is_number = type(fields.values.get(key)) is int
+    warms_up = fields.integer(key, low=0) > 0 if is_number else fields.flag(key, True)
     attention = tuple(
         replace(
             each,

@@ -39,9 +39,12 @@ def parse(section: Fields) -> WeightFormat:
     groups = section.section("config_groups")
     if len(groups.values) != 1:
         raise section.error("config_groups", f"must have one entry, got {len(groups.values)}")
-    for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+    for key in ("kv_cache_scheme", "transform_config"):
         if section.values.get(key):
             raise section.error(key, "is not supported")
+    sparsity = section.section("sparsity_config")
+    if sparsity.values and (stored := sparsity.text("format")) != "dense":  # dense tensors have all their zeros
+        raise sparsity.error("format", f"{stored!r} is not supported (supported: dense)")
     group = groups.section(next(iter(groups.values)))
     form = group.text("format", section.text("format", ""))
     if group.has("output_activations"):
