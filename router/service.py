@@ -86,7 +86,8 @@ class Inference(InferenceServicer):
             raise
         except BatonError as error:
             call.observer.ended(request, error)
-            await abort(context, error, call.name)
+            # Without a name, a gateway sends a call that has no event to another router.
+            await abort(context, error, call.name if self._running.accepting else "")
         except Exception as error:  # a bug met by one request must not end the next one
             log.exception("request_broke", request_id=call.name)
             call.observer.ended(request, errors.for_client(error))

@@ -94,7 +94,8 @@ class Fold:
             case "finished":
                 self._finished(event.finished)
             case "accepted":
-                self.system_fingerprint, self._defaults = event.accepted.system_fingerprint, event.accepted.defaults
+                self.system_fingerprint = event.accepted.system_fingerprint
+                self._defaults.MergeFrom(event.accepted.defaults)  # a Resume has the earlier ones
             case "completed":
                 self.usage = Usage(**values(event.completed.usage))
                 self.timings = Timings(**values(event.completed.timings))

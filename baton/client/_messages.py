@@ -97,6 +97,9 @@ def _worker_status(message: admin.WorkerStatus) -> types.WorkerStatus:
 
 def _options(options: types.Options) -> inference.GenerateRequest:
     request = inference.GenerateRequest()
+    given = [name for name, value in options.items() if name in _CONSTRAINT and value is not None]
+    if given[1:]:
+        raise InvalidRequest.of(f"constraint.{given[1]}", f"cannot be combined with {given[0]}")
     for name, value in options.items():
         if name not in types.Options.__annotations__:
             near = difflib.get_close_matches(name, types.Options.__annotations__, n=1)

@@ -65,14 +65,27 @@ async def ask(method: Unary[Q, R], request: Q, timeout: float | None, metadata: 
         raise
 
 
-async def read(call: Call) -> inference.GenerateEvent | None:
-    """Return the next event, None at the end. Raises grpc.RpcError, or Cancelled if the call was cancelled here."""
-    try:
-        event = await call.read()
-    except asyncio.CancelledError:
-        _raise_if_ended_here(call.cancelled())
-        raise
-    return event if isinstance(event, inference.GenerateEvent) else None  # EOF
+class Reader:
+    """Reads the calls of one stream. If a reading task is cancelled, as by `asyncio.wait_for`, its read goes on for the
+    next one: gRPC would cancel the call.
+    """
+
+    def __init__(self) -> None:
+        self._reading: asyncio.Task[Any] | None = None
+
+    async def read(self, call: Call) -> inference.GenerateEvent | None:
+        """Return the next event, None at the end. Raises grpc.RpcError, or Cancelled if the call was cancelled here."""
+        if self._reading is None:
+            self._reading = asyncio.create_task(call.read())
+        await asyncio.wait((self._reading,))
+        done, self._reading = self._reading, None
+        _raise_if_ended_here(done.cancelled())
+        event = done.result()
+        return event if isinstance(event, inference.GenerateEvent) else None  # EOF
+
+    def __del__(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()  # asyncio then does not log its error either
 
 
 def _raise_if_ended_here(cancelled: bool) -> None:

@@ -73,6 +73,9 @@ def ask(method: Unary[Q, R], request: Q, timeout: float | None, metadata: tuple[
     return method(request, timeout=timeout, metadata=metadata)
 
 
-def read(call: Call) -> inference.GenerateEvent | None:
-    """Return the next event, None at the end. Raises grpc.RpcError."""
-    return next(call, None)
+class Reader:
+    """Reads the calls of one stream."""
+
+    def read(self, call: Call) -> inference.GenerateEvent | None:
+        """Return the next event, None at the end. Raises grpc.RpcError."""
+        return next(call, None)

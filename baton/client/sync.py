@@ -49,7 +49,7 @@ class Stream(Fold):
             request.resumable_s = RESUMABLE_S
         self._attempts = client._attempts(timeout)
         self._recovery = Recovery(len(client._targets))
-        self._closed = False
+        self._closed, self._reader = False, wire.Reader()
         self._target = client._target
         self._call = self._send()
 
@@ -65,9 +65,12 @@ class Stream(Fold):
         self._call.cancel()
 
     def collect(self) -> Completion:
-        """Wait for the rest and return the whole answer."""
-        for _ in self:
-            pass
+        """Wait for the rest and return the whole answer. If this is interrupted, the request is cancelled."""
+        try:
+            for _ in self:
+                pass
+        finally:
+            self._call.cancel()
         return self._completion()
 
     def __iter__(self) -> Self:
@@ -106,7 +109,7 @@ class Stream(Fold):
     def _read(self) -> inference.GenerateEvent | None:
         while True:
             try:
-                return wire.read(self._call)
+                return self._reader.read(self._call)
             except grpc.RpcError as failure:
                 error = from_rpc_error(failure, self._target, connected=self._started)
             if self._started and not self._recovery.resumable:

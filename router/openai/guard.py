@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from baton.config.values import is_loopback_host
 from baton.limits import MAX_HTTP_HEADER_BYTES
 from router.openai.errors import HttpError, http_problem
+from router.openai.messages_api.answer import MessagesProblem
 
 _EXPOSED = ("retry-after", "retry-after-ms", "x-should-retry", "x-request-id", "baton-ttft-ms", "baton-itl-ms")
 _OWN_SITE = {"same-origin", "none"}
@@ -45,7 +46,7 @@ def guarded(
         except HttpError as error:
             problem = http_problem(error)
             rejected(problem.rejection)
-            await problem.response()(scope, receive, send)
+            await MessagesProblem.at(scope["path"], problem).response()(scope, receive, send)
         else:
             await app(scope, receive, send)
 

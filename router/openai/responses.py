@@ -192,7 +192,7 @@ class Answer:
 
     async def whole(self, streams: Streams) -> bytes:
         """Return the answer as one JSON object. Raises BatonError."""
-        async for pieces in self._pieces(streams, None):
+        async for pieces in self._pieces(streams, lambda: None):
             for piece in pieces:
                 choice = self._choices[piece.index]
                 choice.text.append(piece.text)
@@ -218,17 +218,14 @@ class Answer:
     async def events(self, streams: Streams, keep_alive_s: float) -> AsyncGenerator[bytes]:
         """Yield server-sent events; a comment after `keep_alive_s` seconds of silence. Raises BatonError."""
         now = asyncio.get_running_loop().time
-        quiet_since = now()
-        async for pieces in self._pieces(streams, keep_alive_s):
+        due = now() + keep_alive_s  # of the next comment, whatever comes from the router
+        messages = self._pieces(streams, lambda: due - now())
+        async for pieces in messages:
             # Events of one message leave in one write.
-            events = (
-                b"".join(event for piece in pieces for event in self._in_turn(piece)) if pieces else self._keep_alive
-            )
-            if not events and now() - quiet_since >= keep_alive_s:
-                events = self._keep_alive
-            if events:
-                quiet_since = now()
-                yield events
+            events = b"".join(event for piece in pieces for event in self._in_turn(piece))
+            if events or now() >= due:
+                yield events or self._keep_alive
+                due = now() + keep_alive_s
         if self.job.usage and (usage := self._numbered(-1, self._event([], **self._account()))):
             yield usage
         done = self.job.wire.done()
@@ -253,7 +250,7 @@ class Answer:
     def _place(self) -> EventId:
         """Return the place after the events so far."""
         place = EventId(self._id, tuple(self._names), tuple(map(max, self._counts, self._received)))
-        return replace(place, names=tuple(name if place.begun(i) else "" for i, name in enumerate(place.names)))
+        return replace(place, names=tuple(place.known()))
 
     def _written(self, piece: _Piece) -> list[tuple[int, bytes]]:
         """Return the events for this piece, each with its slot; the format may hold text back for later pieces. Tokens
@@ -284,13 +281,13 @@ class Answer:
         if before or form.in_reasoning(piece.index):
             self._reasoned += choice.tokens - known
 
-    async def _pieces(self, streams: Streams, keep_alive_s: float | None) -> AsyncIterator[list[_Piece]]:
-        """Yield the pieces of each message; none after `keep_alive_s` of silence. Raises BatonError, also for an answer
+    async def _pieces(self, streams: Streams, within_s: Callable[[], float | None]) -> AsyncIterator[list[_Piece]]:
+        """Yield the pieces of each message; none after `within_s()` of silence. Raises BatonError, also for an answer
         that is incomplete.
         """
         while True:
             try:
-                found = await streams.next(keep_alive_s)
+                found = await streams.next(within_s())
             except TimeoutError:
                 yield []
                 continue
@@ -299,8 +296,7 @@ class Answer:
             if not self._id:
                 self._begin(self._after.answer if self._after else streams.request_id or found[1].request_id)
                 self._names = streams.names
-            if added := await self._added(*found):
-                yield added
+            yield await self._added(*found)
         if not all(choice.reason for choice in self._choices):
             raise EngineFault("the router's stream ended before all choices were complete")
 

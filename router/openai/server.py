@@ -42,7 +42,7 @@ from router.openai.errors import JSON, RETRY_SOON, HttpError, Json, Problem, htt
 from router.openai.guard import guarded
 from router.openai.job import TOKENIZED, Job, chat_job, completion_job, event_id, http_names, tokenize_call
 from router.openai.logprobs.tokens import TokenTexts
-from router.openai.messages_api.answer import MessagesProblem
+from router.openai.messages_api.answer import MESSAGES, MessagesProblem
 from router.openai.messages_api.chat import count_body, field_names, messages_job
 from router.openai.messages_api.schema import CountBody, MessagesBody
 from router.openai.openapi.page import page
@@ -67,7 +67,6 @@ _EMBEDDINGS = (
     "embeddings are not supported: they need a checkpoint that was trained for them, workers that return the hidden"
     " states of a prompt, and a pooling step"
 )
-_MESSAGES = "/v1/messages"
 _FAILED = {
     "body_incomplete",
     "cancelled",
@@ -85,8 +84,8 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
-    _MESSAGES: MessagesBody,
-    f"{_MESSAGES}/count_tokens": CountBody,
+    MESSAGES: MessagesBody,
+    f"{MESSAGES}/count_tokens": CountBody,
     "/v1/responses": ResponsesBody,
 }
 
@@ -133,8 +132,8 @@ class Gateway:
             Route("/ping", self.health, methods=["GET", "POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
-            Route(_MESSAGES, self.messages, methods=["POST"]),
-            Route(f"{_MESSAGES}/count_tokens", self.count_tokens, methods=["POST"]),
+            Route(MESSAGES, self.messages, methods=["POST"]),
+            Route(f"{MESSAGES}/count_tokens", self.count_tokens, methods=["POST"]),
             Route("/v1/responses", self.responses, methods=["POST"]),
             Route("/v1/embeddings", self.embeddings, methods=["POST"]),
             Route("/health", self.health),
@@ -154,9 +153,7 @@ class Gateway:
         problem = _problem(request, error)
         if problem.code not in _FAILED and not request.scope["path"].startswith(_PAGE):
             self._settings.rejected(problem.rejection)
-        if request.scope["path"].startswith(_MESSAGES):
-            problem = MessagesProblem.of(problem)
-        return problem.response()
+        return MessagesProblem.at(request.scope["path"], problem).response()
 
     async def openapi(self, request: Request) -> Response:
         """Return this description."""
@@ -282,7 +279,7 @@ class Gateway:
         after = event_id(job, ",".join(given)) if given else None
         ids = after is not None or EVENTS in request.headers.get("accept", "").lower()
         answer = Answer(job, self._texts, metadata, measured, model=model, after=after, ids=ids)
-        streams = Streams(self._upstream, job.requests, metadata, job.rename, after, leave)
+        streams = Streams(self._upstream, job.requests, metadata, job.rename, after, leave, keeps=ids and job.has_ids)
         settings = self._settings
         return AnswerResponse(answer, streams, keep_alive_s=settings.keep_alive_s, stall_s=settings.stall_s)
 

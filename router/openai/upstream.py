@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Self, TypeAlias, TypeVar
 
@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.client._retry import KEEPS, RESUMABLE, RESUMABLE_S, Attempts
+from baton.client._retry import KEEPS, RESUMABLE, RESUMABLE_S, Attempts, Recovery
 from baton.clock import Clock, SystemClock
 from baton.errors import (
     BatonError,
@@ -25,7 +25,6 @@ from baton.errors import (
     Overloaded,
     Unauthenticated,
     Violation,
-    WorkerLost,
     for_client,
 )
 from baton.rpc.channel import PLAINTEXT, Wire
@@ -90,6 +89,9 @@ class Upstream:
     def attempts(self, most: int) -> Attempts:
         return Attempts(most if self._retries else 0, None, SystemClock(), random.random)
 
+    def recovery(self) -> Recovery:
+        return Recovery(len(self._stubs))
+
     def leave(self, stub: Stub) -> None:
         """Send later calls to the next router, unless a call did so before."""
         if stub is self.stub:
@@ -106,14 +108,16 @@ class Upstream:
         return (await self._answer(lambda stub: stub.Tokenize, request, metadata, _RETRIES)).ids
 
     async def ready(self) -> bool:
-        """Return True if the router responds and has a pair of workers."""
-        request = health_pb2.HealthCheckRequest(service=_SERVICE)
-        try:
-            health: Any = health_pb2_grpc.HealthStub(self._channels[self._at])
-            reply = await health.Check(request, timeout=_HEALTH_S)
-        except aio.AioRpcError:
-            return False
-        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+        """Return True if a router responds and has a pair of workers. Later calls go to the first such router."""
+        request, first = health_pb2.HealthCheckRequest(service=_SERVICE), self._at
+        for at in (*range(first, len(self._channels)), *range(first)):
+            health: Any = health_pb2_grpc.HealthStub(self._channels[at])
+            with suppress(aio.AioRpcError):
+                reply = await health.Check(request, timeout=_HEALTH_S)
+                if reply.status == health_pb2.HealthCheckResponse.SERVING:
+                    self._at = at
+                    return True
+        return False
 
     async def close(self) -> None:
         for channel in self._channels:
@@ -183,6 +187,10 @@ class EventId:
         slots = (len(self.counts) - 1) // len(self.names)
         return any(self.counts[call * slots : (call + 1) * slots])
 
+    def known(self) -> list[str]:
+        """Return the names without those of calls that had no event."""
+        return [name if self.begun(i) else "" for i, name in enumerate(self.names)]
+
     def lacks_name(self, call: int) -> bool:
         return self.begun(call) and not self.names[call]
 
@@ -198,8 +206,8 @@ class _Received:
     def __init__(self, request: pb.GenerateRequest, repeats: str, upstream: Upstream) -> None:
         self._request, self._repeats, self._upstream = request, repeats, upstream
         self.attempts = upstream.attempts(_RETRIES)
+        self.recovery = upstream.recovery()
         self.name = ""  # the request id; set by the first event
-        self.resumable = False
         self._fingerprint, self._defaults = "", common_pb2.Sampling()
         self._ids = defaultdict[int, list[int]](list)  # by choice
         self._scored = 0  # prompt tokens with log-probabilities
@@ -216,11 +224,14 @@ class _Received:
         message.received.extend(common_pb2.TokenIds(ids=self._ids[i]) for i in range(self._request.n or 1))
         return stub.Resume(message, metadata=metadata)
 
-    def continues_after(self, error: BatonError, failure: aio.AioRpcError) -> bool:
-        """Return whether another call may deliver the rest. A call that no router took up may simply be sent again."""
-        if not self.name:
-            return isinstance(error, NoWorker) and not request_id_of(failure)
-        return self.resumable and isinstance(error, WorkerLost | NoWorker | Overloaded)
+    def wait_after(self, failure: aio.AioRpcError, *, answered: bool) -> float:
+        """Return the seconds until another call. Raises the final error. A call without an event is sent again if no
+        router took it up, or if that router is stopping. `answered` means that the failed call had events.
+        """
+        error = from_rpc_error(failure, PEER, connected=answered)
+        if self.name:
+            return self.recovery.wait_after(error, self.attempts, answered=answered)
+        return self.attempts.wait_after(error, started=not isinstance(error, NoWorker) or bool(request_id_of(failure)))
 
     def is_new(self, event: pb.GenerateEvent) -> bool:
         """Note an event. Return False for one that a resumed stream repeats."""
@@ -232,6 +243,7 @@ class _Received:
             case "tokens" if event.tokens.ids:
                 self._ids[event.tokens.choice].extend(event.tokens.ids)
                 self.attempts.progressed()
+                self.recovery.progressed()
                 return True
             case "tokens":
                 choice = event.tokens.choice  # the text that a stop string held back
@@ -239,7 +251,8 @@ class _Received:
                 self._scored += len(event.prompt_logprobs.ids)
                 return True
             case "accepted":
-                self._fingerprint, self._defaults = event.accepted.system_fingerprint, event.accepted.defaults
+                self._fingerprint = event.accepted.system_fingerprint
+                self._defaults.MergeFrom(event.accepted.defaults)  # a Resume has the earlier ones
             case "thought":
                 choice, chunk = event.thought.choice, event.thought.chunk
             case "finished":
@@ -287,7 +300,8 @@ class Waiting:
 class Streams:
     """Several Generate calls as one stream of (call number, event). Leaving the context cancels running calls. Calls
     that had begun at `after` repeat their streams instead. `rename(number, name)` maps field names in errors to those
-    of the HTTP request. `leave` is called after the first event, and perhaps again.
+    of the HTTP request. `leave` is called after the first event, and perhaps again. If it `keeps`, workers keep the
+    streams of complete calls until the context is left.
     """
 
     def __init__(
@@ -298,17 +312,18 @@ class Streams:
         rename: Rename,
         after: EventId | None = None,
         leave: Callable[[], None] = lambda: None,
+        *,
+        keeps: bool = False,
     ) -> None:
         self._upstream, self._requests, self._rename = upstream, requests, rename
-        self._keeps = bool(requests[1:] and requests[0].resumable_s)
-        self._metadata = (*metadata, (KEEPS, "1")) if self._keeps else metadata
-        self._complete: list[Call] = []  # kept until the whole answer is there, so that workers keep their streams
+        self._keeps, self._metadata = keeps, (*metadata, (KEEPS, "1")) if keeps else metadata
+        self._complete: list[Call] = []
         self._after, self.leave = after, leave
         self._events: asyncio.Queue[Event | BatonError | None] = asyncio.Queue(_WAITING)
         self._slots = asyncio.Semaphore(PROMPTS)
         self._tasks: list[asyncio.Task[None]] = []
         self._left = len(requests)
-        self.names = [""] * len(requests)  # the router's ids of the calls, once received
+        self.names = [""] * len(requests) if after is None else after.known()  # the router's ids of the calls
         self._named = asyncio.Event()  # set with the first name; no event comes before, because all contain it
 
     @property
@@ -354,8 +369,7 @@ class Streams:
                 self._named.set()
 
     async def _pump(self, number: int, request: pb.GenerateRequest) -> None:
-        repeats = self._after.names[number] if self._after is not None and self._after.begun(number) else ""
-        received = _Received(request, repeats, self._upstream)
+        received = _Received(request, self.names[number], self._upstream)
         while not await self._read(number, received):
             pass
 
@@ -366,7 +380,7 @@ class Streams:
         try:
             headers = dict(await call.initial_metadata())
             self._name(number, headers.get("baton-request-id"))
-            received.resumable = received.resumable or headers.get(RESUMABLE) == "1"
+            received.recovery.resumable |= headers.get(RESUMABLE) == "1"
             async for event in call:
                 last = event.WhichOneof("event") or ""
                 self.leave()
@@ -377,9 +391,10 @@ class Streams:
                     self._complete.append(call)
                     return True
         except aio.AioRpcError as failure:
+            if last == "completed":
+                return True
             self._name(number, request_id_of(failure))
-            error = from_rpc_error(failure, PEER, connected=bool(last))
-            wait_s = received.attempts.wait_after(error, started=not received.continues_after(error, failure))
+            wait_s = received.wait_after(failure, answered=bool(last))
         else:
             if last != "completed":
                 raise EngineFault("the router's stream ended before the answer was complete")

@@ -31,6 +31,7 @@ from tests.integration.gateway_support import (
     refused,
     tokens,
 )
+from tests.support.time_factor import scaled
 from tests.support.waiting import until
 
 ONE = tokens(0, 0, [1], "x")
@@ -754,6 +755,29 @@ async def test_keep_alive_while_nothing_comes(headers, comments):
             await reader.readuntil(comments + b"\r\n")
         held.set()
         assert b'data: {"error":{"message":"none came"' in await reader.read()
+        writer.close()
+
+
+async def test_keep_alive_while_only_the_prompt_is_scored():
+    """Its log-probabilities are sent together, once all of them have come."""
+    seen = asyncio.Event()
+
+    async def script(request):
+        yield {"accepted": pb.Accepted(prompt_tokens=1_000_000)}
+        for at in itertools.count():
+            if seen.is_set():
+                yield errors.NoWorker("that was long")
+            yield part(at, 1)
+
+    async with alone(keep_alive_s=0.1) as gateway:
+        gateway.fake.script = script
+        body = json.dumps({"prompt": "x", "stream": True, "echo": True, "logprobs": 0}).encode()
+        reader, writer = await opened(gateway.address, "POST", "/v1/completions", body)
+        async with asyncio.timeout(scaled(20)):
+            for _ in range(2):
+                await reader.readuntil(b": waiting\n\n\r\n")
+        seen.set()
+        await reader.readuntil(b"that was long")
         writer.close()
 
 

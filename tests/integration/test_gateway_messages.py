@@ -212,6 +212,23 @@ async def test_errors_have_the_form_of_the_api(gateway, error, status, kind):
     assert (found, json.loads(data)["type"]) == (405, "error")
 
 
+@pytest.mark.parametrize(
+    ("headers", "status", "kind"),
+    [
+        ({"sec_fetch_site": "cross-site"}, 403, "permission_error"),
+        ({"x_long": "x" * 20_000}, 431, "invalid_request_error"),
+    ],
+    ids=["page", "headers"],
+)
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_errors_before_the_path_is_looked_up_have_the_form_of_the_api_too(gateway, path, headers, status, kind):
+    found, _, data = await post(gateway, ASK, path, **headers)
+    error = json.loads(data)
+    assert (found, error["type"], error["error"]["type"]) == (status, "error", kind)
+    _, _, data = await post(gateway, ASK, "/v1/chat/completions", **headers)
+    assert "code" in json.loads(data)["error"], "that of OpenAI"
+
+
 async def test_the_key_is_the_token(gateway):
     await post(gateway, ASK, x_api_key="secret")
     assert gateway.fake.metadata["authorization"] == "Bearer secret"

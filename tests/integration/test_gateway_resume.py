@@ -234,6 +234,11 @@ async def test_a_gateway_goes_on_by_itself_also_where_the_order_is_open(two, for
     assert choices_of(seen) == choices_of(whole)
 
 
+def missing(event):
+    """Return how many prompts had no event so far."""
+    return id_of(event).split(":")[0].split("+").count("")
+
+
 @pytest.mark.parametrize("form", UNORDERED)
 async def test_each_choice_goes_on_after_each_event_where_the_order_is_open(two, form):
     path, body = "completions", UNORDERED[form][0]
@@ -243,11 +248,12 @@ async def test_each_choice_goes_on_after_each_event_where_the_order_is_open(two,
     everything = seen + await all_events(two.router.http, path, body, after=id_of(seen[-1]))
     assert choices_of(everything) == choices_of(whole)
     assert len({id_of(event) for event in everything}) == len(everything) == len(whole)
+    assert not any(missing(event) for event in everything[len(seen) :]), "each prompt has begun"
     for at, event in enumerate(everything[:-1], 1):
-        if "+:" not in id_of(event) and "++" not in id_of(event):  # each prompt has begun
-            rest = await all_events(two.router.http, path, body, after=id_of(event))
-            assert choices_of(everything[:at] + rest) == choices_of(whole)
-    assert two.cluster.prefill[0].count("prefill") == computed, "nothing is computed again"
+        rest = await all_events(two.router.http, path, body, after=id_of(event))
+        assert choices_of(everything[:at] + rest) == choices_of(whole)
+        computed += missing(event) * body.get("n", 1)
+        assert two.cluster.prefill[0].count("prefill") == computed, "only prompts without an event are computed"
 
 
 @pytest.mark.parametrize(
@@ -275,6 +281,37 @@ async def test_choices_that_ended_before_the_loss_are_repeated(two, body, most):
     rest = await all_events(two.router.http, path, body, after=id_of(seen[-1]))
     assert choices_of(seen + rest) == choices_of(whole)
     assert two.cluster.prefill[0].count("prefill") == computed, "nothing is computed again"
+
+
+async def test_a_choice_whose_last_bytes_are_still_to_be_sent_is_repeated(two, monkeypatch):
+    """Its router is lost after the call is complete, and before the client has the end of the answer."""
+    path, body, _ = FORMS["usage"]
+    whole = await all_events(two.router.http, path, body)
+    await until(lambda: two.decode.count("release") == 1, "none is kept after the answer")
+    two.decode.forgets = True
+    reached, sent, write = asyncio.Event(), asyncio.Event(), responses.EventWriter.write
+
+    async def held(self, data, *, more=True):
+        if b'"finish_reason":"length"' in data and not reached.is_set():
+            reached.set()
+            await sent.wait()
+        await write(self, data, more=more)
+
+    monkeypatch.setattr(responses.EventWriter, "write", held)
+    running = two.router.context.running
+    async with streamed(two.router.http, path, body) as answer:
+        events = events_of(answer)
+        seen = [await anext(events) for _ in range(SENT)]
+        await reached.wait()
+        await until(lambda: not running, "the call is complete")
+        # The worker has had its release, if any, before the end of this answer.
+        await all_events(two.router.http, path, {"prompt": [9], "max_tokens": 2})
+        losing = asyncio.create_task(two.lose())
+        await until(lambda: not running.accepting, "it stops")
+        sent.set()
+        await losing
+    rest = await all_events(two.router.http, path, body, after=id_of(seen[-1]))
+    assert anonymous(seen + rest) == anonymous(whole)
 
 
 async def complete_call(cluster):

@@ -4,6 +4,7 @@ The blocking client runs in threads, behind the interface of the asyncio one.
 """
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from baton.rpc.v1 import inference_pb2_grpc
 from tests.support import clients
 from tests.support.clients import KINDS, Event, Play, Scripted, Wire, World, answer, begin_and_hang, serving, soon
 from tests.support.time_factor import scaled
+from tests.support.waiting import until
 
 
 async def end_early(context: Any) -> AsyncIterator[Event]:
@@ -104,6 +106,72 @@ async def test_a_cancelled_task_stays_cancelled_and_the_server_learns_of_it(worl
         with pytest.raises(asyncio.CancelledError):
             await soon(reading)
         await soon(world.server.cancelled.wait())
+
+
+def until_told(go: asyncio.Event, error: BaseException | None = None) -> Play:
+    """Return a script that sends its first token, and the rest, or an error, after `go`."""
+
+    async def play(context: Any) -> AsyncIterator[Event]:
+        async for event in answer(context):
+            yield event
+            if event.HasField("tokens") and not go.is_set():
+                await go.wait()
+                if error is not None:
+                    await abort(context, error)
+
+    return play
+
+
+@pytest.mark.parametrize("world", ["async"], indirect=True)
+async def test_a_wait_for_the_next_delta_may_end_early(world: World):
+    go = asyncio.Event()
+    world.server.scripts = [until_told(go)]
+    async with world.client() as client, client.stream("x") as stream:
+        seen = [(await soon(anext(stream))).text]
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(anext(stream), 0.01)
+        go.set()
+        seen += [delta.text async for delta in stream]
+        assert (seen, stream.text) == ([" can", " vary", " widely"], " can vary widely")
+    assert (len(world.server.requests), world.server.cancelled.is_set()) == (1, False)
+
+
+async def early(stream: Any) -> None:
+    """Give up waiting for the next delta."""
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(anext(stream), 0.01)
+
+
+@pytest.mark.parametrize("world", ["async"], indirect=True)
+@pytest.mark.parametrize("how", ["closed", "dropped"])
+async def test_a_stream_that_nobody_reads_any_more_is_cancelled(world: World, how: str):
+    world.server.scripts = [begin_and_hang]
+    async with world.client() as client:
+        stream = client.stream("x")
+        await soon(anext(stream))
+        await early(stream)
+        assert not world.server.cancelled.is_set()
+        if how == "closed":
+            await stream.close()
+        else:
+            del stream
+        await soon(world.server.cancelled.wait())
+
+
+@pytest.mark.parametrize("world", ["async"], indirect=True)
+async def test_an_error_that_nobody_waits_for_is_not_reported_as_a_mistake(world: World):
+    go, reports = asyncio.Event(), list[Any]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, report: reports.append(report))
+    world.server.scripts = [until_told(go, errors.EngineFault("broken"))]
+    async with world.client() as client, client.stream("x") as stream:
+        await soon(anext(stream))
+        await early(stream)
+        go.set()
+        await until(stream._reader._reading.done, "the read has failed")
+    del stream
+    gc.collect()
+    assert not reports
 
 
 async def test_iterating_over_a_stream_that_ends_early_raises(world: World):

@@ -73,6 +73,8 @@ class Resumable(Scripted):
         played = [event for row in itertools.zip_longest(*parts) for event in row if event is not None]
         usage = inference.Usage(prompt_tokens=4, completion_tokens=len(done) * len(PIECES))
         accepted = Event(accepted=inference.Accepted(prompt_tokens=4, system_fingerprint="x"))
+        if not request.sampling.HasField("max_tokens"):
+            accepted.accepted.defaults.CopyFrom(common.Sampling(temperature=0.5, max_tokens=16))
         completed = Event(completed=inference.Completed(usage=usage))
         scores = [prompt_token(position) for position in range(scored, 3)] if request.prompt_logprobs else []
         played = [accepted, *(thoughts if request.thoughts else []), *scores, *played, completed]
@@ -168,6 +170,14 @@ async def test_the_request_goes_along_as_it_was(world: World, server: Resumable)
     assert server.metadata["authorization"] == "Bearer secret"
     assert len(server.time_left) == 2
     assert all(0 < left <= 61 for left in server.time_left)  # gRPC rounds it
+
+
+async def test_the_defaults_of_the_first_router_go_along_after_each_loss(world: World, server: Resumable):
+    server.cuts = [3, 2, 2]
+    async with world.client(max_retries=3) as client:
+        await read_all(client)
+    sent = [each.request.sampling for each in server.resumes]
+    assert sent == [common.Sampling(temperature=0.5, max_tokens=16)] * 3
 
 
 @pytest.mark.parametrize("cut", [1, 3])

@@ -12,6 +12,7 @@ from router.openai.errors import Json, Problem
 from router.openai.formats.calls import reject_constant
 from router.openai.formats.wire import AnswerWire, receipt_of
 
+MESSAGES = "/v1/messages"
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _OVERLOADED = 529
 _SIGNATURE = "unsigned"  # clients send a thinking block back only if it has a signature
@@ -37,6 +38,11 @@ class MessagesProblem(Problem):
         kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
         rest = {field.name: getattr(problem, field.name) for field in fields(problem)}
         return cls(**rest | {"status": status, "kind": kind})
+
+    @classmethod
+    def at(cls, path: str, problem: Problem) -> Problem:
+        """Translate the error of a request to a path of this API."""
+        return cls.of(problem) if path.startswith(MESSAGES) else problem
 
     def body(self) -> bytes:
         return orjson.dumps({"type": "error", "error": {"type": self.kind, "message": self.message}})

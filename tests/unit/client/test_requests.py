@@ -1,5 +1,6 @@
 """A caller's options become a request, or an error that names the mistake."""
 
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -48,6 +49,17 @@ def test_all_kinds_of_options():
 def test_a_text_in_place_of_a_list_of_texts_is_one_of_them():
     request = generate_request("x", {"bad_words": "foo", "choices": "yes"})
     assert [*request.sampling.bad_words, *request.constraint.choices.texts] == ["foo", "yes"]
+
+
+KINDS: Options = {"json_schema": {}, "regex": "", "choices": ["a"], "grammar": "x"}
+
+
+@pytest.mark.parametrize(("first", "second"), [*itertools.permutations(KINDS, 2)])
+def test_two_constraints_are_a_mistake(first: str, second: str):
+    with pytest.raises(InvalidRequest, match=f"constraint.{second}: cannot be combined with {first}"):
+        generate_request("x", {first: KINDS[first], second: KINDS[second]})  # type: ignore[misc]
+    one = chat_request([], {first: KINDS[first], second: None})  # type: ignore[misc]
+    assert one.constraint.HasField(first)  # type: ignore[arg-type]
 
 
 def test_an_unknown_option_names_the_nearest():
