@@ -38,7 +38,8 @@ class Admin(AdminServicer):
         return await self.live.status()
 
     async def Requests(self, request: admin_pb2.RequestsRequest, context: Context) -> admin_pb2.RequestsReply:
-        ids = [choice.request_id for call in self._context.running for choice in call.observer.choices]
+        choices = [choice for call in self._context.running for choice in call.observer.choices]
+        ids = [name for each in choices for name in (each.request_id, each.taken_over) if name]
         return admin_pb2.RequestsReply(router_id=self._context.sinks.router_id, request_ids=ids)
 
     async def Scale(self, request: admin_pb2.ScaleRequest, context: Context) -> admin_pb2.ScaleReply:

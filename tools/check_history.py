@@ -21,9 +21,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("paths", nargs="+", type=Path, metavar="FOLDER_OR_FILE")
     parser.add_argument("--at-least", type=int, default=1, metavar="N", help="accepted requests (1)")
     parser.add_argument("--grace", type=float, default=5.0, metavar="SECONDS", help="how late a release may come (5)")
+    parser.add_argument("--one-host", action="store_true", help="order by the monotonic clock, which nothing steps")
     options = parser.parse_args(arguments)
     try:
-        report = check(options.paths, grace_s=options.grace)
+        report = check(options.paths, grace_s=options.grace, one_host=options.one_host)
     except OSError as error:
         print(f"{error.filename}: {error.strerror}", file=sys.stderr)
         return 2

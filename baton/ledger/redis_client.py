@@ -26,7 +26,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
-from redis.exceptions import ConnectionError, RedisError
+from redis.exceptions import ConnectionError, ReadOnlyError, RedisError
 
 from baton.errors import ConfigError, LedgerError
 from baton.network import redacted
@@ -92,6 +92,7 @@ class Connection:
         except (RedisError, OSError, RuntimeError) as error:  # RuntimeError: see `_client`
             # Not chained, because the cause holds connection objects with the password.
             failure = LedgerError(f"Redis at {self.where}: {_cause(error)}")
+            await self._leave_replica([error])
         if task and task.cancelling() > cancelled:  # redis-py's `wait_for` may swallow it before Python 3.12
             raise asyncio.CancelledError
         if failure is not None:
@@ -121,7 +122,15 @@ class Connection:
             pipe.execute_command(*name, len(keys), *keys, *args)
         async with self._errors():
             answers: list[object] = await pipe.execute(raise_on_error=False)
+            await self._leave_replica(answers)
         return [self._integer(answer) for answer in answers]
+
+    async def _leave_replica(self, answers: Sequence[object]) -> None:
+        """Close idle connections to a server that became a replica, so that the next ones reach its successor."""
+        errors = [answer for answer in answers if isinstance(answer, RedisError)]
+        # Redis 6.2 reports a write of a script as an error of the script.
+        if any(isinstance(error, ReadOnlyError) or "-READONLY" in str(error) for error in errors):
+            await self.client.connection_pool.disconnect(inuse_connections=False)
 
     def _integer(self, answer: object) -> int | LedgerError:
         if isinstance(answer, int):

@@ -167,10 +167,10 @@ RENEW = Script(
     _EPOCH
     + """
 if redis.call('HGET', KEYS[5], 'incarnation') ~= ARGV[5] then return {epoch, 0} end
-redis.call('HSET', KEYS[5], 'progress', ARGV[6])
-redis.call('PEXPIRE', KEYS[5], ARGV[4])
+redis.call('PEXPIRE', KEYS[5], ARGV[4]) -- first: a full Redis rejects HSET as the first write of a script
 redis.call('PEXPIRE', KEYS[4], ARGV[7])
 redis.call('PEXPIRE', KEYS[6], ARGV[7])
+redis.call('HSET', KEYS[5], 'progress', ARGV[6])
 return {epoch, 1}
 """
 )

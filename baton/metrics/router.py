@@ -105,10 +105,12 @@ class Metrics:
     def _make_histograms(self) -> None:
         self._ttft = self._histogram("ttft_seconds", "Time from arrival to first token at the router")
         self._e2e = self._histogram("e2e_seconds", "Time from arrival to end")
-        self._queue = self._histogram("queue_seconds", "Time of parsing, and of the wait for a worker and capacity")
+        self._queue = self._histogram(
+            "queue_seconds", "Time of parsing, and of the wait for a worker and capacity", base.STAGE_S
+        )
         self._prefill = self._histogram("prefill_seconds", "Time from Prefill sent to first token at the router")
         text = "Time from the announcement of the first frame to the last frame in its blocks, at the decode worker"
-        self._transfer = self._histogram("transfer_seconds", text)
+        self._transfer = self._histogram("transfer_seconds", text, base.STAGE_S)
         text = "Time between the first token and its prediction, both counted from the choice of workers"
         self._prediction_error = self._histogram("ttft_prediction_error_seconds", text)
         self._generation = self._histogram("generation_seconds", "Time from first token at the router to the end")

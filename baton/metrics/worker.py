@@ -83,8 +83,8 @@ class WorkerMetrics:
         return self.serving and self._watched is not None and not self._watched.load().draining
 
     def trouble(self) -> str:
-        """Return why the worker is unhealthy, or "": its engine thread makes no progress."""
-        if self._watched is None:
+        """Return why a worker is unhealthy, or "": its engine thread makes no progress. A leaving one has no lease."""
+        if self._watched is None or not self.serving:
             return ""
         age = self._watched.lease_age_s()
         return f"no progress for {age:.1f} s" if age > _LATE * self._watched.lease_s else ""

@@ -233,6 +233,7 @@ class ChoiceRun:
         rest = (placement, spec, self.observer.track, self.observer.metrics, retention, self._room(spec), self.scores)
         self.thoughts.begin(len(self.spec.prompt), info.thinking_chunk, detached=detached is not None)
         if detached is not None:
+            self.observer.taken_over = detached.handoff.request_id
             return TakeoverAttempt(detached.handoff, *rest)
         return Attempt(HandoffId(self.request_id, self.observer.attempts), *rest)
 

@@ -170,6 +170,7 @@ class ChoiceObserver:
         self.is_accepted = False
         self.finish: Finish | None = None  # once it has ended
         self.choice, self.request_id = choice, request_id
+        self.taken_over = ""  # the request id of a stream that another router began
         self.placed: Placement | None = None
         self.prompt_tokens, self.deterministic = len(spec.prompt), spec.deterministic
         promise = NO_PROMISE if request.resumes else promise  # otherwise another router gave it

@@ -6,6 +6,7 @@ Besides the common password: a user limited to our keys and commands, TLS, and a
 import asyncio
 import ssl
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,46 @@ async def test_over_tls_with_an_authority_of_ones_own(server, folder):
         await everything(f"{url}?ssl_ca_certs={folder}/ca.pem", next(support.PREFIXES))
         with pytest.raises(LedgerError, match=r"(?i)certificate"):
             await Connection.open(url, "baton:x")
+
+
+async def test_a_full_server_keeps_leases(server):
+    """It rejects all that needs memory. A lease needs none."""
+    ledger = await Ledger.connect(server.url, next(support.PREFIXES), LEASE_S, SystemClock())
+    info = await registered(ledger, "decode-0")
+    key = ledger.connection.key("worker", "decode-0")
+    try:
+        raw(server).config_set("maxmemory", 1)
+        with pytest.raises(LedgerError, match="OutOfMemory"):
+            await ledger.connection.call("SET", "x", "y")
+        raw(server).pexpire(key, 60_000)
+        assert await ledger.renew(info.ref, 1)
+        assert 0 < raw(server).pttl(key) <= 1000 * LEASE_S
+    finally:
+        raw(server).config_set("maxmemory", 0)
+        await ledger.close()
+
+
+async def test_after_a_failover_the_successor_is_found(server, binary, tmp_path):
+    """The name leads to the new primary. The old one stays up as a replica, and connections to it stay open."""
+    relay, script = Wire(f"127.0.0.1:{server.port}"), redis_client.Script("return redis.call('INCR', KEYS[1])")
+    async with AsyncExitStack() as leaving:
+        successor = leaving.enter_context(EmbeddedRedis.start(tmp_path, binary=binary))
+        raw(successor).config_set("requirepass", password_of(server))
+        address = await leaving.enter_async_context(relay.laid())
+        connection = await Connection.open(f"redis://:{password_of(server)}@{address}/0", "baton:x")
+        leaving.push_async_callback(connection.close)
+        raw(server).execute_command("REPLICAOF", "127.0.0.1", "1")
+        leaving.callback(raw(server).execute_command, "REPLICAOF", "NO", "ONE")
+        relay.leads_to(f"127.0.0.1:{successor.port}")
+        with pytest.raises(LedgerError, match="ReadOnly"):
+            await connection.call("SET", "x", "y")
+        await connection.call("SET", "x", "y")
+        relay.leads_to(f"127.0.0.1:{server.port}")
+        await connection.client.connection_pool.disconnect()
+        (refused,) = await connection.run_many(script, [(["n"], [])])
+        assert "read only replica" in str(refused)
+        relay.leads_to(f"127.0.0.1:{successor.port}")
+        assert await connection.run_many(script, [(["n"], [])]) == [1]
 
 
 async def test_over_a_unix_socket(binary, tmp_path):

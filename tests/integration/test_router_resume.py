@@ -371,6 +371,19 @@ async def test_the_worker_dies_after_all(make):
     assert recovered(events) == [(2, "decode_lost")]
 
 
+async def test_a_stream_of_another_router_is_in_a_census(cluster):
+    """Its worker keeps the handoff of the first router."""
+    name = await left(cluster, resumable())
+    async with Second(cluster, {name: record(cluster, name)}) as second:
+        resumed = asyncio.create_task(second.resume(name, resumable(), RESUMABLE[:SEEN]))
+        await until(lambda: any(call.observer.is_accepted for call in second.router.context.running), "attached")
+        async with aio.insecure_channel(second.router.admin) as channel:
+            reply = await AdminStub(channel).Requests(admin_pb2.RequestsRequest())
+        assert name in reply.request_ids
+        cluster.decode[0].open("hold")
+        await resumed
+
+
 async def test_a_router_that_is_left_by_its_stream_asks_for_nothing_else(cluster):
     decode = cluster.decode[0]
     decode.close("decode")

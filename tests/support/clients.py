@@ -259,6 +259,10 @@ class Wire:
                 self._open.set()
                 self.cut()
 
+    def leads_to(self, target: str) -> None:
+        """Relay new connections to another server. Open ones stay."""
+        self._target = target.split(":")
+
     def cut(self) -> None:
         for writer in self._writers:
             writer.close()

@@ -252,3 +252,4 @@ def test_on_one_host_a_step_of_the_wall_clock_is_no_fault(folder):
     write(folder, OLD_D, [event | {"wall": event["wall"] + 3600} for event in events])
     assert rules(folder) == {"place"}
     assert check([folder], one_host=True).violations == []
+    assert (main([str(folder)]), main([str(folder), "--one-host"])) == (1, 0)
