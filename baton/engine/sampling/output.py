@@ -72,9 +72,10 @@ class OutputText:
         return longest
 
 
-def bad_words_of(sampling: Sampling, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+def bad_words_of(sampling: Sampling, tokenizer: Tokenizer, vocab_size: int) -> tuple[tuple[int, ...], ...]:
     """Return the token ids of each bad word: at the beginning of a text and, if that differs, after a space. vLLM omits
-    the latter if their number differs, so that small vocabularies still complete the word.
+    the latter if their number differs, so that small vocabularies still complete the word. Words with a token that the
+    model of `vocab_size` logits cannot draw are left out.
     """
     found: list[tuple[int, ...]] = []
     for word in sampling.bad_words:
@@ -82,7 +83,7 @@ def bad_words_of(sampling: Sampling, tokenizer: Tokenizer) -> tuple[tuple[int, .
         first, within = (tuple(tokenizer.encode_plain(prefix + bare)) for prefix in ("", " "))
         found += [first] if first else []
         found += [within] if bare.strip() and first[:1] != within[:1] else []
-    return tuple(found)
+    return tuple(word for word in found if max(word) < vocab_size)
 
 
 class OutputFactory:
@@ -136,7 +137,8 @@ class OutputState:
         includes = sampling.include_stop_str_in_output
         self._text = OutputText(stream, sampling.stop, sampling.min_tokens, includes=includes)
         end_ids = (*self._eos_ids, *self.sampling.stop_token_ids)
-        self.row = Row(spec.prompt, self.sampling, end_ids, vocab_size, guide, bad_words_of(sampling, tokenizer))
+        bad_words = bad_words_of(sampling, tokenizer, vocab_size)
+        self.row = Row(spec.prompt, self.sampling, end_ids, vocab_size, guide, bad_words)
         for token_id in spec.known:
             if self.finish is None:
                 self.push(token_id)

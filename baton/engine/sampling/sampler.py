@@ -202,12 +202,22 @@ def _logprobs(logits: Tensor, tokens: Tensor, wanted: list[int], rows: Sequence[
         return {}
     raw = logits[wanted].log_softmax(dim=-1)
     chosen = raw.gather(-1, tokens[wanted, None].clamp(min=0))[:, 0].tolist()  # a row without a token has logprobs too
-    best = raw.topk(min(max(rows[i].sampling.logprobs or 0 for i in wanted), raw.shape[-1]), dim=-1)
-    found = zip(wanted, chosen, best.values.tolist(), best.indices.tolist(), strict=True)
-    return {
-        i: TokenLogprobs(logprob, ranked(values, ids)[: rows[i].sampling.logprobs or 0])
-        for i, logprob, values, ids in found
-    }
+    best = _most_likely(raw, [rows[i].sampling.logprobs or 0 for i in wanted])
+    return {i: TokenLogprobs(*found) for i, *found in zip(wanted, chosen, best, strict=True)}
+
+
+def _most_likely(raw: Tensor, counts: list[int]) -> list[tuple[tuple[int, float], ...]]:
+    """Return the `counts` best tokens of the rows of `raw` `[rows, vocab]`. torch takes any of equal values at the edge,
+    which is that of the largest count. So they are looked up, because a row must not depend on other rows.
+    """
+    best, found = raw.topk(min(max(counts) + 1, raw.shape[-1]), dim=-1), []
+    for row, count, values, ids in zip(raw, counts, best.values.tolist(), best.indices.tolist(), strict=True):
+        if 0 < count < len(values) and values[count - 1] == values[-1]:
+            within = (row >= values[-1]).nonzero()[:, 0]
+            found.append(ranked(row[within].tolist(), within.tolist())[:count])
+        else:
+            found.append(ranked(values, ids)[:count])
+    return found
 
 
 def ranked(values: list[float], ids: list[int]) -> tuple[tuple[int, float], ...]:

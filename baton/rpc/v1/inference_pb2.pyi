@@ -479,8 +479,8 @@ class Accepted(_message.Message):
     """the prompt ends inside opened reasoning, by the marks of `Model.reasoning_form`"""
     @_builtins.property
     def defaults(self) -> _common_pb2.Sampling:
-        """Sampling parameters that the request left out and that the model's generation_config.json sets. To resume, a client
-        adds them to `sampling` of its request, so that every router continues with the same ones.
+        """Sampling parameters that the request left out: `max_tokens`, and those that the model's generation_config.json sets.
+        To resume, a client adds them to `sampling` of its request, so that every router continues with the same ones.
         """
 
     def __init__(

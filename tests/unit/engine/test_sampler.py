@@ -256,6 +256,22 @@ def test_logprobs_are_the_models_own():
     assert [p for _, p in best.logprobs.top] == pytest.approx([float(raw[2, i]) for i in wanted], abs=1e-5)
 
 
+@pytest.mark.parametrize("vocab", [7, 40, 30_000])
+def test_alternatives_are_those_of_the_row_alone_and_the_lowest_of_equal_ones(vocab, seed):
+    """Many values are equal in bfloat16, and torch takes arbitrary ones at the edge of the widest row."""
+    rng = random.Random(seed)
+    logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(seed)).bfloat16().float()
+    logits[0] = logits[0].round()
+    counts = [rng.choice([0, 1, 5, 10, 20]) for _ in logits]
+    rows = [make_row(Sampling(temperature=0.0, logprobs=count), vocab=vocab) for count in counts]
+    for one, row, found in zip(logits, rows, sample(logits, rows), strict=True):
+        assert found.logprobs == sample(one[None], [row])[0].logprobs
+        assert found.logprobs is not None
+        exact = one.log_softmax(-1).tolist()
+        best = sorted(range(vocab), key=lambda token: (-exact[token], token))
+        assert [token for token, _ in found.logprobs.top] == best[: row.sampling.logprobs]
+
+
 def slow_token(logits, row):
     scaled = naive_kept((logits - logits.max()) / torch.tensor(row.sampling.temperature), row.sampling)
     return int((scaled + gumbel(torch.tensor([row.noise_key], dtype=torch.int32), columns(len(logits)))[0]).argmax())

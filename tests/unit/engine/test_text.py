@@ -161,7 +161,17 @@ def test_a_bad_word_is_also_barred_after_a_space(word, barred):
     expected = tuple(tuple(tokenizer.encode_plain(text)) for text in spellings)
     assert all(expected)
     assert len({*map(len, expected)}) == len(spellings), "the spellings differ in their number of tokens"
-    assert bad_words_of(Sampling(bad_words=(word,)), tokenizer) == expected
+    assert bad_words_of(Sampling(bad_words=(word,)), tokenizer, tokenizer.vocab_size) == expected
+
+
+def test_a_bad_word_that_the_model_cannot_draw_bars_nothing():
+    """A tokenizer may have tokens beyond the rows of the head. Their places are those of other requests."""
+    tokenizer, words = load_tokenizer(DEMO), Sampling(bad_words=("green", "the"))
+    ids = {word: bad_words_of(Sampling(bad_words=(word,)), tokenizer, 10**6) for word in words.bad_words}
+    least = max(token for spelling in ids["the"] for token in spelling) + 1
+    assert any(max(spelling) >= least for spelling in ids["green"])
+    kept = tuple(spelling for word in words.bad_words for spelling in ids[word] if max(spelling) < least)
+    assert bad_words_of(words, tokenizer, least) == kept
 
 
 @pytest.mark.parametrize("text", [*CORPUS, " two  spaces", "龘😀é"])
