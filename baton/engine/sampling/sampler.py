@@ -207,7 +207,7 @@ def _logprobs(logits: Tensor, tokens: Tensor, wanted: list[int], rows: Sequence[
 
 
 def _most_likely(raw: Tensor, counts: list[int]) -> list[tuple[tuple[int, float], ...]]:
-    """Return the `counts` best tokens of the rows of `raw` `[rows, vocab]`. Of several equal values at the edge, torch
+    """Return the `counts` best tokens of the rows of `raw` `[rows, vocab]`. Among equal values at the edge, torch
     takes any. The edge is that of the largest count. So they are looked up: a row must not depend on other rows.
     """
     best, found = raw.topk(min(max(counts) + 1, raw.shape[-1]), dim=-1), []
