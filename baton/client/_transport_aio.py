@@ -72,19 +72,27 @@ class Reader:
 
     def __init__(self) -> None:
         self._reading: asyncio.Task[Any] | None = None
+        self._awaited = False
 
     async def read(self, call: Call) -> inference.GenerateEvent | None:
-        """Return the next event, None at the end. Raises grpc.RpcError, or Cancelled if the call was cancelled here."""
-        if self._reading is None:
-            self._reading = asyncio.create_task(call.read())
-        await asyncio.wait((self._reading,))
-        done, self._reading = self._reading, None
+        """Return the next event, None at the end. Raises grpc.RpcError, Cancelled if the call was cancelled here, and
+        RuntimeError if another task waits for an event.
+        """
+        if self._awaited:
+            raise RuntimeError("another task reads this stream")
+        done = self._reading = self._reading or asyncio.create_task(call.read())
+        self._awaited = True
+        try:
+            await asyncio.wait((done,))
+        finally:
+            self._awaited = False
+        self._reading = None
         _raise_if_ended_here(done.cancelled())
         event = done.result()
         return event if isinstance(event, inference.GenerateEvent) else None  # EOF
 
     def __del__(self) -> None:
-        if self._reading is not None:
+        if self._reading is not None and not self._reading.get_loop().is_closed():
             self._reading.cancel()  # asyncio then does not log its error either
 
 

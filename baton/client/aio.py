@@ -50,6 +50,7 @@ class AsyncStream(Fold):
         self._attempts = client._attempts(timeout)
         self._recovery = Recovery(len(client._targets))
         self._closed, self._reader = False, wire.Reader()
+        self._again_at: float | None = None  # when a failed call is sent again
         self._target = client._target
         self._call = self._send()
 
@@ -107,6 +108,8 @@ class AsyncStream(Fold):
         return stub.Resume(request, timeout=left, metadata=client._metadata)
 
     async def _read(self) -> inference.GenerateEvent | None:
+        if self._again_at is not None:  # a wait was interrupted
+            await self._send_again(self._again_at - self._client._clock.monotonic())
         while True:
             try:
                 return await self._reader.read(self._call)
@@ -122,12 +125,18 @@ class AsyncStream(Fold):
                 wait = self._recovery.wait_after(error, self._attempts, answered=self._events > 0)
             else:
                 wait = self._attempts.wait_after(error)
-            await self._client._sleep(wait)
-            self._raise_if_closed()  # another task or thread may have closed the stream during the wait
-            self._target = self._client._after(self._target)
-            self._call = self._send()
-            if self._closed:
-                self._call.cancel()
+            self._again_at = self._client._clock.monotonic() + wait
+            await self._send_again(wait)
+
+    async def _send_again(self, wait_s: float) -> None:
+        """Send a failed call again after a wait. If that is interrupted, the next read waits for the rest."""
+        await self._client._sleep(max(0.0, wait_s))
+        self._raise_if_closed()  # another task or thread may have closed the stream during the wait
+        self._again_at = None
+        self._target = self._client._after(self._target)
+        self._call = self._send()
+        if self._closed:
+            self._call.cancel()
 
     def _raise_if_closed(self) -> None:
         if self._closed:

@@ -145,10 +145,11 @@ class StateFolder:
         """Move the logs of the run before to `previous`: a supervisor may start again before anyone has read them."""
         previous = self.logs / "previous"
         with writing(self.logs):
-            for old in previous.glob("*.log*"):
-                old.unlink()
-            for log in self.logs.glob("*.log*"):
+            if logs := list(self.logs.glob("*.log*")):
                 previous.mkdir(mode=0o700, exist_ok=True)
+                for old in previous.glob("*.log*"):
+                    old.unlink()
+            for log in logs:
                 log.replace(previous / log.name)
 
     def bound_logs(self, most: int = LOG_BYTES) -> None:

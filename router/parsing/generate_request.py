@@ -113,7 +113,8 @@ class RequestParser:
         """
         request = message.request
         with self.limiter.one_more(message):
-            found, in_reasoning = await self._spec(request, max_model_len, seed_of(request.idempotency_key or name))
+            seed, resumes = seed_of(request.idempotency_key or name), bool(message.request_id)
+            found, in_reasoning = await self._spec(request, max_model_len, seed, resumes=resumes)
             spec = limited(found)
             received = _received(message, spec, self.tokenizer.vocab_size)
             if spec.constraint is not None and any(received):
@@ -136,7 +137,7 @@ class RequestParser:
         )
 
     async def _spec(
-        self, message: pb.GenerateRequest, max_model_len: int | None, seed: int
+        self, message: pb.GenerateRequest, max_model_len: int | None, seed: int, *, resumes: bool = False
     ) -> tuple[SequenceSpec, bool]:
         """Return a complete spec: tokens within the vocabulary, all sampling set, output within the model's length. It
         comes with whether the prompt ends inside reasoning.
@@ -160,7 +161,10 @@ class RequestParser:
             constraint = replace(constraint, after=REASONING[self.reasoning_form][1])
             await self._check(constraint)
         violations += _outside_vocabulary(prompt, sampling, self.tokenizer.vocab_size)
-        violations += [*_does_not_fit(prompt, message, max_model_len), *_too_many_scores(len(prompt), message)]
+        violations += [
+            *_does_not_fit(prompt, message, max_model_len, resumes=resumes),
+            *_too_many_scores(len(prompt), message),
+        ]
         if violations:
             raise InvalidRequest(*violations)
         if sampling.seed is None:
@@ -343,14 +347,17 @@ def _outside(field: str, ids: Collection[int], vocab_size: int) -> list[Violatio
     return [Violation(field, f"token id {worst} is outside the vocabulary of {vocab_size}")] * (worst >= vocab_size)
 
 
-def _does_not_fit(prompt: tuple[int, ...], message: pb.GenerateRequest, most: int | None) -> list[Violation]:
+def _does_not_fit(
+    prompt: tuple[int, ...], message: pb.GenerateRequest, most: int | None, *, resumes: bool
+) -> list[Violation]:
+    """Return the violation of the workers' length. The `max_tokens` of a resumed stream was right when it began."""
     field = message.WhichOneof("prompt") or "prompt"
     if most is None:
         return []
     if len(prompt) + bool(message.sampling.max_tokens or not message.sampling.HasField("max_tokens")) > most:
         return [Violation(field, f"{TOO_LONG} {most} tokens; the prompt has {len(prompt)} and needs one more")]
     asked = message.sampling.max_tokens
-    if message.sampling.HasField("max_tokens") and len(prompt) + asked > most:
+    if not resumes and message.sampling.HasField("max_tokens") and len(prompt) + asked > most:
         text = f"{TOO_LONG} {most} tokens; {len(prompt)} prompt tokens + {asked} exceed it"
         return [Violation("sampling.max_tokens", f"{text}: at most {most - len(prompt)}")]
     return []

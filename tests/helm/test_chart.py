@@ -133,6 +133,12 @@ def test_so_many_pods_of_a_pool_may_be_evicted(helm: Helm, most: str, least: int
     assert (budgets["decode"], budgets["prefill"]) == ({"minAvailable": least}, {"minAvailable": 0})
 
 
+def test_pods_that_the_autoscaler_may_leave_without_a_worker_do_not_count(helm: Helm):
+    """They are not ready then, and a budget above the workers would allow no eviction."""
+    sets = ["decode.replicas=4", "decode.autoscale.enabled=true", "decode.autoscale.min=2"]
+    assert budgets_of(helm.render(MINIMAL, sets=sets))["decode"] == {"minAvailable": 1}
+
+
 def test_one_colocated_worker_is_enough(helm: Helm, tmp_path):
     documents = helm.render(MINIMAL, sets=["config.mode=colocated", "prefill.replicas=0"])
     assert [group["maxReplicas"] for group in groups_of(documents).values()] == [1]

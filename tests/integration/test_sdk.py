@@ -174,6 +174,21 @@ async def test_an_error_that_nobody_waits_for_is_not_reported_as_a_mistake(world
     assert not reports
 
 
+@pytest.mark.parametrize("world", ["async"], indirect=True)
+async def test_only_one_task_reads_a_stream(world: World):
+    go = asyncio.Event()
+    world.server.scripts = [until_told(go)]
+    async with world.client() as client, client.stream("x") as stream:
+        await soon(anext(stream))
+        other = asyncio.create_task(anext(stream))
+        await until(lambda: stream._reader._awaited, "it waits")
+        with pytest.raises(RuntimeError, match="another task reads this stream"):
+            await anext(stream)
+        go.set()
+        assert (await soon(other)).text == " vary"
+        assert [delta.text async for delta in stream] == [" widely"]
+
+
 async def test_iterating_over_a_stream_that_ends_early_raises(world: World):
     async def iterate(stream: Any) -> None:
         while True:

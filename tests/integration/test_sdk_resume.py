@@ -115,6 +115,21 @@ async def all_of(stream: Any) -> list[Any]:
     return [delta async for delta in stream]
 
 
+@pytest.mark.parametrize("world", ["async"], indirect=True)
+async def test_a_wait_that_ends_early_before_a_resume_costs_no_retry(world: World, server: Resumable):
+    go = asyncio.Event()
+    server.cuts = [3]
+    async with world.client(max_retries=1) as client, client.stream("x", max_tokens=4, resumable_s=30) as stream:
+        client.client._sleep = lambda _: go.wait()
+        text = (await soon(anext(stream))).text + (await soon(anext(stream))).text
+        for _ in range(4):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(anext(stream), 0.05)
+        go.set()
+        text += "".join(delta.text for delta in await soon(all_of(stream)))
+    assert (text, len(server.resumes)) == (TEXT, 1)
+
+
 async def test_a_stream_that_is_cut_anywhere_and_again_is_one_stream(world: World, server: Resumable):
     async with world.client(max_retries=3) as client:
         for cuts in [*([first] for first in range(1, EVENTS + 1)), *itertools.product(range(1, EVENTS), range(4))]:

@@ -251,7 +251,8 @@ def _ports(config: ClusterConfig) -> Iterator[Finding]:
     for key, address in given.items():
         host, _, port = address.rpartition(":")
         if problem := problem_of(config, given, key):
-            yield Finding(key, BAD, problem, f"end what uses it, or --set {key}={host}:0 for any free port")
+            verdict = BAD if key.startswith("router.") else WARN  # workers may be started by hand on other hosts
+            yield Finding(key, verdict, problem, f"end what uses it, or --set {key}={host}:0 for any free port")
         elif port != "0":
             yield Finding(key, OK, f"{address} is free")
 

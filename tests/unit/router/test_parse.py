@@ -90,7 +90,7 @@ async def test_sampling_defaults_are_the_models_and_resumed_requests_keep_them(t
     assert (await RequestParser(tokenizer, "demo").parse(asked, "r", 100)).spec.sampling == given
 
 
-@pytest.mark.parametrize("later", [90, 400, None])
+@pytest.mark.parametrize("later", [60, 90, 400, None])
 @pytest.mark.parametrize("limit", [2**31, 20])
 async def test_a_resumed_chat_keeps_its_max_tokens_although_the_context_of_the_workers_has_changed(later, limit):
     """`limit` is that of the caller's token."""
@@ -106,6 +106,7 @@ async def test_a_resumed_chat_keeps_its_max_tokens_although_the_context_of_the_w
     began = await parser.parse(asked, "r", 80, limited)
     assert began.spec.sampling.max_tokens == min(limit, 80 - len(began.spec.prompt))
     asked.request.sampling.MergeFrom(began.defaults or common_pb2.Sampling())
+    asked.request_id = "r"
     assert (await parser.parse(asked, "r", later, limited)).spec == began.spec
 
 
