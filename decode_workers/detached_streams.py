@@ -101,6 +101,9 @@ class DetachedStreams:
         stream = self._streams.get(handoff)
         return stream.name if stream is not None else ""
 
+    def names(self) -> dict[HandoffId, str]:
+        return {handoff: stream.name for handoff, stream in self._streams.items()}
+
     def begin(self, handoff: HandoffId, spec: SequenceSpec) -> None:
         """Start recording after `spec.known`; the last of these tokens may still be repeated."""
         if (stream := self._streams.get(handoff)) is not None:

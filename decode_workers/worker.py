@@ -70,6 +70,8 @@ def ended(result: StepResult) -> Iterator[tuple[HandoffId, str]]:
 
 log = structlog.get_logger(__name__)
 
+RENEW_S = 100.0  # a third of the life of a released record
+
 
 class FetchPins:
     """Blocks that prefill workers fetch from here, pinned until the push has ended. Every method runs on the engine
@@ -150,6 +152,7 @@ class DecodeWorker(HandoffRole[DecodeJob]):
         self.detached, self._times = DetachedStreams(clock), DecodeTimes(clock, engine.counters)
         self._leaving = False
         self._ahead = 0
+        self._renewed = clock.monotonic()
         on_cpu = engine.backend.device.type == "cpu"  # on GPUs steps are short, and graphs call no layer hooks
         engine.watch((lambda work, layer: loop.progressed()) if on_cpu else None, self.moves.freed)
 
@@ -403,6 +406,17 @@ class DecodeWorker(HandoffRole[DecodeJob]):
             if self.reservations.fence(handoff) is not State.COMMITTED:
                 error = DeadlineExceeded("the reservation expired before a commit")
                 self._give_up(handoff, events.failed(handoff, error))
+        self._renew()
+
+    def _renew(self) -> None:
+        """Write the records of ended streams again, before they expire: a router may still ask for the streams."""
+        now = self._clock.monotonic()
+        if now - self._renewed < RENEW_S:
+            return
+        self._renewed = now
+        for handoff, name in self.detached.names().items():
+            if handoff not in self._work:
+                self._records.note(handoff, "", RecordState.RELEASED, name)
 
 
 class HostedDecode(DecodeWorker):

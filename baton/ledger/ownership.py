@@ -63,11 +63,11 @@ class OwnershipRecord:
 
 
 # KEYS: record, place of the writer; optionally the stream. ARGV: attempt, state, worker id, incarnation, router id,
-# TTL ms of this state, request id. Returns 1 if written, 0 if rejected, -1 if the key has another type. A damaged
-# record is overwritten.
+# TTL ms of this state, request id. Returns 1 if written, 0 if rejected, -1 if the key has another type, -2 if the place
+# is that of another incarnation. A damaged record is overwritten.
 _WRITE = Script("""
 local place = redis.call('GET', KEYS[2])
-if place and place ~= ARGV[4] then return 0 end
+if place and place ~= ARGV[4] then return -2 end
 local now = redis.pcall('HMGET', KEYS[1], 'attempt', 'state', 'worker', 'incarnation')
 if now.err then return -1 end
 local attempt, state = tonumber(ARGV[1]), tonumber(ARGV[2])
@@ -87,7 +87,7 @@ redis.call('PEXPIRE', KEYS[1], ARGV[6])
 if KEYS[3] then redis.call('SET', KEYS[3], ARGV[7], 'PX', ARGV[6]) end
 return 1
 """)
-_FOREIGN = -1
+_FOREIGN, _REPLACED = -1, -2
 _DECODED = (RecordState.COMMITTED, RecordState.RELEASED)
 _FIELDS = ("attempt", "state", "worker", "incarnation", "router", "updated")
 
@@ -113,14 +113,19 @@ class OwnershipStore:
 
     async def write_many(self, writes: Sequence[Write]) -> list[bool | LedgerError]:
         """Write records in one round trip; answers in order, False for a rejected write. A LedgerError in the list:
-        that write failed and may be retried. Raises LedgerError if Redis cannot be reached; any of the writes may have
-        been made.
+        that write failed and may be retried. A place of another incarnation is such an error, because an older copy of
+        Redis may hold one until the next heartbeat. Raises LedgerError if Redis cannot be reached; any of the writes
+        may have been made.
         """
         answers = await self._connection.run_many(_WRITE, [self._call(write) for write in writes])
-        for write, answer in zip(writes, answers, strict=True):
-            if answer == _FOREIGN:
-                log.warning("ownership_key_foreign", handoff=write.handoff)
-        return [answer if isinstance(answer, LedgerError) else answer > 0 for answer in answers]
+        return [self._answer(write, answer) for write, answer in zip(writes, answers, strict=True)]
+
+    def _answer(self, write: Write, answer: int | LedgerError) -> bool | LedgerError:
+        if answer == _REPLACED:
+            return LedgerError(f"the place of {write.owner} belongs to another incarnation")
+        if answer == _FOREIGN:
+            log.warning("ownership_key_foreign", handoff=write.handoff)
+        return answer if isinstance(answer, LedgerError) else answer > 0
 
     def _call(self, write: Write) -> tuple[Sequence[str], Sequence[Arg]]:
         key, owner = self._connection.key, write.owner

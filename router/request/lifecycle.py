@@ -81,8 +81,9 @@ async def _serve_all(runs: Sequence[ChoiceRun], client: EventStream) -> pb.Compl
     completed, *others = (task.result() for task in tasks)
     completed.usage.completion_tokens += sum(other.usage.completion_tokens for other in others)
     completed.usage.thinking_tokens += sum(other.usage.thinking_tokens for other in others)
-    last = max((completed, *others), key=lambda one: one.timings.e2e_s)
+    last, ttft_s = max((completed, *others), key=lambda one: one.timings.e2e_s), completed.timings.ttft_s
     completed.timings.CopyFrom(last.timings)
+    completed.timings.ttft_s = ttft_s  # the others begin after the first token
     return completed
 
 

@@ -263,6 +263,8 @@ async def test_choices_have_tracks_of_their_own(cluster):
         mine = admin_pb2.TraceReply(spans=[one for one in done.spans if one.choice == choice])
         check_stages(mine)
         assert spans_of(mine, "prefill") == ["wait", "compute", "push"]
+    first = [one for one in done.spans if (one.role, one.choice) == ("router", 0) and one.name in STAGES[:4]]
+    assert done.timings.ttft_s == pytest.approx(sum(one.duration_s for one in first)), "the second begins after it"
     (request_id,) = cluster.router.context.sinks.traces._kept
     assert (await trace_of(cluster, f"{request_id}.1")).trace_id == done.trace_id, "as logs and tables call a choice"
 

@@ -6,6 +6,7 @@ import pytest
 
 from baton.limits import MAX_RECORD_BYTES
 from decode_workers import detached_streams
+from decode_workers.worker import RENEW_S
 from tests.support.sessions import GREEDY, STALE, FakeSession, H, attach, expected, prefill, release, reserve, spec_of
 
 LASTS_S = 30.0
@@ -64,6 +65,25 @@ def test_it_ends_while_nobody_is_there(begin, side, router, second):
     side.take(third, release())
     ends_free(side)
     assert not third.handoffs
+
+
+def test_the_record_of_an_ended_stream_is_written_again_while_it_is_remembered(pair, begin, side, router):
+    """The client may still wait for another choice of its request when the record would expire."""
+    begin(router)
+
+    def noted_after(seconds: float) -> list:
+        side.records.notes.clear()
+        pair.clock.advance(seconds)
+        side.role.tick()
+        return side.records.notes
+
+    assert noted_after(RENEW_S) == [], "a running stream has a record that lives longer"
+    side.run()
+    assert [noted_after(RENEW_S / 2) for _ in range(2)][-1] == [(H, "", "RELEASED", "mine")]
+    assert noted_after(RENEW_S / 2) == []
+    assert noted_after(RENEW_S / 2) != []
+    side.take(router, release())
+    assert noted_after(2 * RENEW_S) == []
 
 
 @pytest.mark.parametrize("state", ["decoding", "ended", "not resumable"])

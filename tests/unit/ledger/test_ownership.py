@@ -238,6 +238,18 @@ async def test_a_store_that_forgot_is_told_again_once(log, stub, ledger, answer,
         assert stub.batches[seen:] == [again] * bool(again)
 
 
+async def test_a_worker_whose_place_is_not_its_own_yet_writes_later(log, stub):
+    """An older copy of Redis may hold the place of the worker before, until the next heartbeat claims it again."""
+    stub.decide = lambda note, router: -2 if note[0] == "a" else 1
+    note(log, A_COMMITTED, B)
+    with pytest.raises(LedgerError, match="1 ownership records not written"):
+        await log.flush(0.05)
+    stub.decide = lambda note, router: 1
+    await log.flush()
+    assert stub.batches[-1] == [A_COMMITTED]
+    assert [B] not in stub.batches
+
+
 async def test_a_newer_attempt_that_found_no_room_is_not_forgotten_with_the_end_of_the_older(log, stub):
     await written(log, ("0", 1, RESERVED))
     async with during_a_write(log, stub, ("0", 1, RELEASED), lost=False):
