@@ -214,7 +214,7 @@ class ChoiceRun:
         """Return a placement on the decode worker that continues the stream, or None. Returns it at most once."""
         if self._detached is None:
             return None
-        placement = self._dispatch.pool.place_on(self._detached.worker_id, self._detached.incarnation)
+        placement = self._dispatch.pool.place_on(self._detached)
         if placement is not None and self.request.determinism not in {"", placement.determinism}:
             placement.release()
             placement = None

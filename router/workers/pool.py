@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -33,6 +34,9 @@ from router.placement.promise import Seat
 from router.placement.snapshot import Ask, Facts, Snapshot, WorkerView, has_pair, misfit
 from router.workers.placement import NO_REQUIREMENTS, Placement, Requirements
 from router.workers.stream import WorkerStream
+
+if TYPE_CHECKING:
+    from baton.ledger.ownership import OwnershipRecord
 
 log = structlog.get_logger(__name__)
 
@@ -210,11 +214,15 @@ class WorkerPool:
         rows = [(link.view, facts) for _, link, facts in self._fleet.rows() if link.usable]
         return expected(self._router_id, rows, self._typical, self._options.chunk if self._options.colocated else None)
 
-    def place_on(self, worker_id: str, incarnation: Incarnation) -> Placement | None:
-        """Return a placement on a decode worker that already decodes the stream, or None if it is not connected."""
-        link = self._link(worker_id, incarnation)
+    def place_on(self, stream: OwnershipRecord) -> Placement | None:
+        """Return a placement on the decode worker of a stream that another router began. None if the worker is not
+        connected, or if a request of this router has the stream: it may be another tenant's.
+        """
+        link = self._link(stream.worker_id, stream.incarnation)
         if link is None or link.state != "connected" or link.info.role is not Role.DECODE:
             return None
+        if stream.handoff in link.mailboxes:
+            return None  # its events would go to one of the two
         return Placement(None, link, 0, 0, self._fleet.mark, self.on_change)
 
     async def wait_connected(self, worker_id: str, incarnation: Incarnation) -> None:

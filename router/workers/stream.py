@@ -150,7 +150,7 @@ class WorkerStream:
         self.settled = asyncio.Event()  # set after the first connect or failure
         self._router_id, self._silence_s = router_id, silence_s
         self._on_change, self._wire = on_change, wire
-        self._mailboxes: dict[HandoffId, tuple[EventMailbox, Role]] = {}
+        self.mailboxes: dict[HandoffId, tuple[EventMailbox, Role]] = {}
         self._late: dict[HandoffId, Late] = {}
         self._commands: list[pb.RouterCommand] = []
         self._wake = asyncio.Event()
@@ -178,13 +178,13 @@ class WorkerStream:
         """Send events of `handoff` to `mailbox`, which immediately gets WorkerLost if the worker is not connected. A
         decode worker has the `part` of a prefill worker while it moves a sequence to another one.
         """
-        self._mailboxes[handoff] = mailbox, part
+        self.mailboxes[handoff] = mailbox, part
         if self.state != "connected":
             mailbox.put(part, self._lost("is not connected"))
 
     def close(self, handoff: HandoffId, late: Late | None = None) -> None:
         """Drop further events of `handoff`. If given, `late` gets the last one, for its spans."""
-        self._mailboxes.pop(handoff, None)
+        self.mailboxes.pop(handoff, None)
         if late is not None:
             self._late[handoff] = late
             if len(self._late) > _MOST_LATE:
@@ -213,7 +213,7 @@ class WorkerStream:
             finally:
                 connected, self.state = self.state == "connected", "lost"
                 self.settled.set()
-                for mailbox, part in self._mailboxes.values():
+                for mailbox, part in self.mailboxes.values():
                     mailbox.put(part, self._lost("left", WorkerLeft) if left else self._lost("was lost"))
                 self._on_change()
             log.warning("worker_lost" if connected else "worker_unreachable", worker=self.info.ref, reason=reason)
@@ -281,7 +281,7 @@ class WorkerStream:
         for event in message.events:
             handoff = event.handoff
             name = HandoffId(handoff.request_id, handoff.attempt)
-            if (taker := self._mailboxes.get(name)) is not None:
+            if (taker := self.mailboxes.get(name)) is not None:
                 self._deliver(event, *taker, holds)
             elif name in self._late and event.WhichOneof("event") in _LAST:
                 self._late.pop(name)(self.info.role, self.info.ref.worker_id, event)

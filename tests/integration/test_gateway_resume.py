@@ -410,6 +410,24 @@ async def test_only_its_tenant_goes_on_with_a_stream(make, tmp_path):
     await two.router.stop(grace_s=0.0)
 
 
+async def test_a_stranger_with_the_id_of_a_running_stream_does_not_disturb_it(make, tmp_path):
+    two = Two(await make(http="127.0.0.1:0", tokens=token_file(tmp_path / "tokens")))
+    await two.lose()
+    two.decode.hold(HELD)
+    path, body, _ = FORMS["usage"]
+    async with streamed(two.router.http, path, body, key=TOKENS["alice"]) as answer:
+        events = events_of(answer)
+        seen = [await anext(events) for _ in range(HELD)]
+        ask = {"after": id_of(seen[-1]), "key": TOKENS["bob"]}
+        for other in (body, {**body, "prompt": [1, 3]}):
+            assert (await refusal(two.router.http, path, other, **ask))[:2] == (400, "last-event-id")
+        two.decode.open("hold")
+        async with asyncio.timeout(scaled(20)):
+            rest = [event async for event in events]
+    assert b"".join(seen + rest).count(b'"text"') == SENT + 2  # the held text and the reason, too
+    await two.router.stop(grace_s=0.0)
+
+
 async def test_ids_end_where_a_stream_cannot_be_repeated(make):
     """Another decode worker has only the rest of the stream. An empty id withdraws the last one."""
     cluster = await make(http="127.0.0.1:0", decode=2)

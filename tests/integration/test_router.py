@@ -232,7 +232,7 @@ async def test_tokens_that_are_held_back_leave_as_one_message_with_the_end_at_th
     await until(lambda: prefill.kinds and prefill.holds_nothing, "the prompt is handed over")
     await until(lambda: at_prefill.asked == 1 + prefill.messages, "and that is heard")
     await until(lambda: cluster.handed_over, "from the decode worker as well")
-    [(mailbox, _)] = cluster.links[1]._mailboxes.values()
+    [(mailbox, _)] = cluster.links[1].mailboxes.values()
     await until(lambda: not (mailbox._items or mailbox._reader.done()), "the first token was sent on")
     decode.open("decode")
     await until(lambda: len(at_decode.held) == 5, "tokens 1 to 5 are held back")

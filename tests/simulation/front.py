@@ -39,7 +39,7 @@ class RouterHost:
         found = [f"{ref} counts as loaded" for ref, v in views if v.dispatched or v.queued_tokens or v.pending_blocks]
         if self.context.running or self.context.admission.waiting:
             found.append("requests that run or wait")
-        found += [f"a mailbox for {handoff}" for link in self.context.pool.links for handoff in link._mailboxes]
+        found += [f"a mailbox for {handoff}" for link in self.context.pool.links for handoff in link.mailboxes]
         return [f"{self.process} has {what}" for what in found]
 
 

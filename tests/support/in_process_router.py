@@ -526,7 +526,7 @@ class InProcessCluster:
     def hears(self, *said: tuple[Role, Item]) -> None:
         """Put all items into the mailbox of the only request in one turn, in this order."""
         handoff = self.prefill[0].handoff
-        mailbox, _ = next(found for link in self.links if (found := link._mailboxes.get(handoff)))
+        mailbox, _ = next(found for link in self.links if (found := link.mailboxes.get(handoff)))
         for source, item in said:
             mailbox.put(source, item)
 
