@@ -190,14 +190,14 @@ def _report(report: ControlReport, wall: float) -> admin_pb2.Control:
         plan=plan_to_pb(report.plan),
         age_s=max(0.0, wall - report.at),
         slots=[admin_pb2.Slot(**asdict(slot)) for slot in report.slots],
-        decisions=[_decision(one, wall) for one in report.decisions],
+        decisions=[_decision(one, report.at) for one in report.decisions],
         host=report.host,
         outlook=report.outlook,
     )
 
 
-def _decision(decision: Decision, wall: float) -> admin_pb2.Decision:
-    return admin_pb2.Decision(age_s=max(0.0, wall - decision.at), kind=decision.kind, text=decision.text)
+def _decision(decision: Decision, reported: float) -> admin_pb2.Decision:
+    return admin_pb2.Decision(age_s=max(0.0, reported - decision.at), kind=decision.kind, text=decision.text)
 
 
 def _worker(link: WorkerStream, note: str) -> admin_pb2.WorkerStatus:

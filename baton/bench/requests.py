@@ -155,7 +155,7 @@ def _replayed(plan: BenchPlan, trace: Trace) -> Trace:
 def served(models: Sequence[Model], name: str) -> Model:
     """Return the model called `name`, or the first one if `name` is empty. Raises UnknownModel."""
     for model in models:
-        if name in {"", model.id}:
+        if name in {"", model.id, *model.aliases}:
             return model
     raise UnknownModel(f"no model {name!r} is served")
 

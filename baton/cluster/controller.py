@@ -18,7 +18,7 @@ from baton.clock import Clock, SystemClock
 from baton.cluster.autoscaler import Autoscaler
 from baton.cluster.backend_process import START_TIMEOUT_S, StartError
 from baton.cluster.interfaces import Placement
-from baton.cluster.reconcile import WorkerState, free_id, reconcile_step
+from baton.cluster.reconcile import WorkerState, free_id, lacks_room, reconcile_step
 from baton.cluster.signals import Stop
 from baton.cluster.worker_supervisor import DecisionLog, WorkerSupervisor
 from baton.config import ClusterConfig
@@ -30,6 +30,7 @@ from baton.ledger.registry import Ledger
 
 REPORT_S = 1.0
 REPORT_LEASE_S = 10.0
+HEARD_S = 15.0  # until each worker of an earlier controller has answered, or is judged by its lease
 LOOK_S = 1.0  # interval of autoscaler decisions
 READY_POLL_S = 0.05
 
@@ -77,6 +78,8 @@ class Controller:
     async def begin(self) -> None:
         """Take over the workers of an earlier controller, or begin with the cluster file's plan. Raises LedgerError."""
         found, last = self._placement.found(), await self._control_state.control()
+        if found and last is None:
+            last = await self._control_state.last_control()  # Ray was away for longer than the report's lease
         stored = await self._control_state.plan()
         live = {info.ref.worker_id: info for info in await self._ledger.workers()}
         if last is not None:
@@ -88,6 +91,7 @@ class Controller:
             self._take_over(worker_id, live[worker_id].role if worker_id in live else role, slots.get(worker_id))
         if found:
             self._suspend_kills()
+            self._no_kills_until = max(self._no_kills_until, self._clock.monotonic() + HEARD_S)
             self._journal.record("plan", f"took over {len(found)} workers of an earlier controller")
 
     def _begin_plan(self, stored: Plan | None, *, taken_over: bool) -> None:
@@ -105,7 +109,7 @@ class Controller:
 
     def _take_over(self, worker_id: str, role: Role, slot: Slot | None) -> None:
         now = self._clock.monotonic()
-        unit = self._units[worker_id] = WorkerState(worker_id, role, self.plan.generation, born=now)
+        unit = self._units[worker_id] = WorkerState(worker_id, role, self.plan.generation, born=now, taken_over=True)
         if slot is not None:
             unit.role, unit.generation, unit.restarts = Role(slot.role), slot.generation, slot.restarts
             if slot.state == "draining":
@@ -160,7 +164,7 @@ class Controller:
         live = {info.ref.worker_id: info for info in await self._ledger.workers()}
         for worker_id, unit in self._units.items():
             unit.look(seen.get(worker_id), live.get(worker_id), now)
-        if all(unit.info is not None for unit in self._units.values() if unit.seen and unit.seen.state == "ready"):
+        if all(unit.info is not None for unit in self._units.values() if unit.may_serve):
             self._no_kills_until = 0.0
         stored = await self._control_state.plan()
         if stored is None or stored.number < self.plan.number:
@@ -203,6 +207,8 @@ class Controller:
                 await self._control_state.put_order(worker_id, order)
         for worker_id in list(self._ordered):
             ordered = self._units.get(worker_id)
+            if ordered is not None and ordered.info is None:
+                continue  # the command may be for the incarnation that is about to register again
             if ordered is None or not (ordered.unwanted or ordered.order(self._scaling.drain_s)):
                 await self._control_state.drop_order(worker_id)
                 self._ordered.discard(worker_id)
@@ -214,16 +220,15 @@ class Controller:
         self._looked_at = now
         live = [unit.info for unit in self._units.values() if unit.info is not None]
         wanted, self._outlook = self._autoscaler.look(self.plan, await self._control_state.routers(), live, now)
-        if wanted is None or not self._settled:
+        if wanted is None or not self._settled(now):
             return
         plan = replace(wanted, number=self.plan.number + 1, by="autoscaler")
         if await self._control_state.put_plan(plan):
             self._follow(plan)
 
-    @property
-    def _settled(self) -> bool:
-        """Whether no change is in progress. Failed workers are not waited for."""
-        units = self._units.values()
+    def _settled(self, now: float) -> bool:
+        """Return whether no change is in progress. Workers that failed or fit nowhere are not waited for."""
+        units = [unit for unit in self._units.values() if not lacks_room(unit, now)]
         return all(unit.state in {"ready", "failed"} and unit.generation == self.plan.generation for unit in units)
 
     async def _report(self) -> None:

@@ -151,9 +151,10 @@ class GpuAssignment:
         return tuple(gpu for gpu in self._gpus if gpu not in used)
 
     def _of_range(self, role: Role, pool: PoolConfig) -> tuple[str, ...]:
-        """Return the GPUs of the pool's range that the fewest of its workers use."""
+        """Return the GPUs of the pool's range that the fewest of its workers use, and among these the fewest workers."""
         first, size = first_gpu(pool) or 0, pool.tensor_parallel
         starts = range(first, first + most_workers(pool) * size, size)
         groups = [self._gpus[start : start + size] for start in starts]
         used = Counter(gpus for taker, gpus in self._taken.values() if taker is role)
-        return min(groups, key=lambda group: used[group])
+        shared = Counter(gpus for _, gpus in self._taken.values())  # also by workers that have changed their role
+        return min(groups, key=lambda group: (used[group], shared[group]))

@@ -34,6 +34,7 @@ class WorkerState:
     retry_at: float | None = None  # it has ended, and is restarted at that time
     missing_since: float | None = None
     killed: bool = False
+    taken_over: bool = False  # its process was started by an earlier controller
     seen: Seen | None = None
     info: WorkerInfo | None = None  # the registration of its live incarnation
 
@@ -68,6 +69,13 @@ class WorkerState:
             self.ordered_at = None if turned else now if self.ordered_at is None else self.ordered_at
             self.note = ""
         self.missing_since = None
+
+    @property
+    def may_serve(self) -> bool:
+        """Whether its process serves, or may serve although the process has not answered this controller yet."""
+        return self.seen is not None and (
+            self.seen.state == "ready" or (self.taken_over and self.seen.state == "starting")
+        )
 
     def old(self, plan: Plan) -> bool:
         """Return whether another worker is to replace it."""
@@ -165,13 +173,14 @@ def _spare(kept: Sequence[WorkerState], plan: Plan, role: Role, now: float) -> W
         for unit in ranked:
             if unit.state == "failed":
                 return unit
-    least = min(1, pool_size(plan, role)) if any(_without_room(unit, now) for unit in kept) else pool_size(plan, role)
+    least = min(1, pool_size(plan, role)) if any(unit.in_a_row == 0 and lacks_room(unit, now) for unit in kept) else pool_size(plan, role)
     return next((unit for unit in ready if not old or unit in old), None) if len(ready) > least else None
 
 
-def _without_room(unit: WorkerState, now: float) -> bool:
+def lacks_room(unit: WorkerState, now: float) -> bool:
+    """Return whether it has been without a process for so long that it does not fit anywhere."""
     placed = unit.seen is not None and (unit.seen.state != "starting" or unit.seen.pid is not None)
-    return unit.state == "starting" and unit.in_a_row == 0 and not placed and now - unit.born > ROOM_S
+    return unit.state == "starting" and not placed and now - unit.born > ROOM_S
 
 
 def _index(worker_id: str) -> tuple[int, str]:

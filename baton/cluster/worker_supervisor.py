@@ -45,7 +45,7 @@ class WorkerSupervisor:
     def start(self, unit: WorkerState, now: float) -> None:
         """Begin to start the worker's process. It must have none."""
         unit.born, unit.retry_at, unit.ordered_at, unit.missing_since, unit.killed = now, None, None, None, False
-        unit.seen, unit.info, unit.unwanted, unit.ready_at = None, None, False, None
+        unit.seen, unit.info, unit.unwanted, unit.ready_at, unit.taken_over = None, None, False, None, False
         self.units[unit.worker_id] = unit
         self._placement.start(unit.worker_id, unit.role)
 

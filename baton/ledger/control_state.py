@@ -164,11 +164,16 @@ class ControlState:
         """Return the controller's report. None if no controller is alive."""
         return await self._get(ControlReport.model_validate_json, "control")
 
+    async def last_control(self) -> ControlReport | None:
+        """Return the last report of a controller, which may have died long ago. None after an orderly end."""
+        return await self._get(ControlReport.model_validate_json, "control-last")
+
     async def put_control(self, report: ControlReport, lease_s: float) -> None:
+        await self._put(report, KEPT_S * 1000, "control-last")
         await self._put(report, round(lease_s * 1000), "control")
 
     async def drop_control(self) -> None:
-        await self._connection.call("DEL", self._connection.key("control"))
+        await self._connection.call("DEL", *(self._connection.key(name) for name in ("control", "control-last")))
 
     async def _put(self, row: _Record, kept_ms: int, *key: str) -> None:
         await self._connection.call("SET", self._connection.key(*key), row.model_dump_json(), "PX", kept_ms)

@@ -183,12 +183,11 @@ class WorkerPool:
 
     def _moved(self, snapshot: Snapshot, ask: Ask, source: WorkerStream) -> Placement | None:
         """Return a placement for a sequence that `source`, a decode worker, holds, or None if no other has capacity."""
-        found = self._options.alone(snapshot, ask)
-        if found is None:
+        same = source.info.fingerprint
+        self._fleet.hide(ref for ref, link in self._links.items() if link is source or link.info.fingerprint != same)
+        if (found := self._options.alone(snapshot, ask)) is None:
             return None
         decode = self._links[self._fleet.ref(Role.DECODE, found.decode)]
-        if decode is source or decode.info.fingerprint != source.info.fingerprint:
-            return None
         cached = int(ask.decode_cached[found.decode])
         return Placement(source, decode, ask.tokens, cached, self._fleet.mark, self.on_change)
 

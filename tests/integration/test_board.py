@@ -83,6 +83,15 @@ async def test_what_a_newer_controller_says_more_is_passed_over(board, ledger, s
     assert await board.control() is None
 
 
+async def test_the_last_report_outlives_its_controller(board, server, ledger):
+    report = ControlReport(plan=first_plan(1, 1), at=1.0)
+    await board.put_control(report, 0.001)
+    await until(lambda: not raw(server).exists(ledger.connection.key("control")), "its lease is over")
+    assert (await board.control(), await board.last_control()) == (None, report)
+    await board.drop_control()
+    assert await board.last_control() is None
+
+
 async def test_it_keeps_to_the_commands_that_the_documented_user_may(board, server):
     client = raw(server)
     client.config_resetstat()

@@ -1,12 +1,14 @@
 """Requests whose decode worker leaves and holds their KV: they move to another one, and nothing is computed again."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from baton.core import Role
 from baton.rpc.v1 import worker_pb2
 from tests.integration.test_router_recovery import answered, attempts_of
-from tests.support.in_process_router import InProcessCluster, at
+from tests.support.in_process_router import FakeWorker, InProcessCluster, at
 from tests.support.routers import PROMPT, ids_of, leave, recovered
 from tests.support.waiting import until
 
@@ -43,6 +45,29 @@ async def test_the_kv_goes_to_the_other_worker(make, ahead):
     done = events[-1].completed
     assert (done.placement.prefill_worker, done.placement.decode_worker) == ("decode-0", "decode-1")
     assert (recovered(events), done.placement.attempts) == ([], 2)
+
+
+async def test_the_kv_goes_to_a_worker_with_the_same_fingerprint_beside_idle_ones_of_another(make):
+    """As in the middle of `baton restart` after a change of the model."""
+    cluster = await make(decode=2)
+    other = FakeWorker(Role.DECODE, "decode-2", 300)
+    other.info = replace(other.info, fingerprint="another")
+    await cluster.joined(other)
+    await until(lambda: sum(link.usable for link in cluster.links) == 4, "connected")
+    first, second, _ = cluster.decode
+    first.preempt_at, first.keeps = [MOVED], True
+    call = await at(cluster, "decoding")
+    second.load_fields = {"running": 3, "queued_tokens": 500}
+    first.draining = True
+    for each in (first, second):
+        each.emit()
+    loads = [link.view for link in cluster.links]
+    await until(lambda: {(view.load.draining, view.load.running) for view in loads} >= {(True, 0), (False, 3)}, "told")
+    for each in (first, second):
+        each.open("decode")
+    events = await answered(cluster, call)
+    assert attempts_of(first) == [("reserve", 1), ("repush", 2)]
+    assert events[-1].completed.placement.decode_worker == "decode-1"
 
 
 @pytest.mark.parametrize(("how", "ahead"), [("dies", 0), ("dropped it", 0), ("push fails", 0), ("push fails", 2)])

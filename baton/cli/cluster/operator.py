@@ -50,7 +50,7 @@ class Operator:
         return refs.get(worker_id, worker_id)
 
     def status(self) -> ClusterStatus:
-        return self._first(self._admins.status)
+        return self._first(self._admins.status, NoWorker, DeadlineExceeded)
 
     def wait_settled(self, number: int, seconds: float) -> None:
         def done(status: ClusterStatus) -> bool:
@@ -87,13 +87,15 @@ class Operator:
     def _call(self, method: Callable[..., Reply]) -> Reply:
         return self._first(lambda admin: self._admins.call(admin, method))
 
-    def _first(self, call: Callable[[str], Reply]) -> Reply:
-        """Return the reply of the first reachable router. An error that a router returns is not retried at another."""
+    def _first(self, call: Callable[[str], Reply], *passed_over: type[BatonError]) -> Reply:
+        """Return the reply of the first reachable router. Errors that a router returns are not retried at another,
+        except for those in `passed_over`.
+        """
         failures: list[BatonError] = []
         for admin in self._admins.started:
             try:
                 return call(admin)
-            except NoWorker as error:
+            except passed_over or NoWorker as error:
                 failures.append(error)
         raise failures[-1]
 

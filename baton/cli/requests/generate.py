@@ -15,7 +15,7 @@ from baton.cli import options
 from baton.cli.inspect.trace import plain as plain_spans
 from baton.cli.inspect.trace import write
 from baton.cli.requests.kv import kv_steps, show_kv, texts_of
-from baton.errors import EngineFault, InvalidRequest
+from baton.errors import ConfigError, EngineFault, InvalidRequest
 
 if TYPE_CHECKING:
     from baton.client import Client, Completion, Delta, Options
@@ -113,7 +113,11 @@ def stream_answer(
         if receipt is not None:
             from baton.receipts.form import with_prompt
 
-            receipt.write_text(with_prompt(completion.receipt, client.tokenize(text)) + "\n", encoding="utf-8")
+            signed = with_prompt(completion.receipt, client.tokenize(text)) + "\n"
+            try:
+                receipt.write_text(signed, encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(f"--receipt: cannot write {receipt}: {error.strerror}") from None
     if trace is not None:
         write(trace, completion.trace, completion.request_id, completion.trace_id)
     if as_json:

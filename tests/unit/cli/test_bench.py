@@ -156,8 +156,9 @@ def test_times_that_a_trace_does_not_have(tmp_path: Path, mooncake: Path):
 
 
 def test_which_model_is_meant():
-    other = Model("n", 1, 1)
-    assert (served([MODEL, other], ""), served([MODEL, other], "n")) == (MODEL, other)
+    other = Model("n", 1, 1, aliases=("also n",))
+    found = [served([MODEL, other], name) for name in ("", "n", "also n")]
+    assert found == [MODEL, other, other]
     with pytest.raises(UnknownModel, match="'x'"):
         served([MODEL], "x")
 

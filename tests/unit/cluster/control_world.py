@@ -40,15 +40,18 @@ class World:
     decode: int = 1
     room: int = 100
     turn: bool = True
+    answers_s: float = 1.0  # until a found worker has answered a new controller
     broken: set[str] = field(default_factory=set)  # worker ids whose process fails at start; "*": all
     clock: FakeClock = field(default_factory=FakeClock)
 
     def __post_init__(self):
         self.processes: dict[str, Process] = {}
+        self.unheard: dict[str, float] = {}  # until when a found worker has not answered
         self.leases: dict[str, tuple[WorkerInfo, float]] = {}
         self.said: Any = None
         self.orders: dict[str, Any] = {}
         self.report: Any = None
+        self.kept: Any = None  # the last report, also of a controller that died long ago
         self.routed: list[Any] = []
         self.away = False  # Redis is unreachable for everything
         self.cut = False  # Redis is unreachable for workers
@@ -67,6 +70,7 @@ class World:
             "decode": {"replicas": self.decode, "device": "cpu"},
         }
         self.processes = {name: one for name, one in self.processes.items() if one.state != "ended"}
+        self.unheard = dict.fromkeys(self.found(), self.clock.monotonic() + self.answers_s)  # as with `RayPlacement`
         this: Any = self
         return Controller(ClusterConfig.model_validate(file | config), this, this, this, self.clock, autoscaler)
 
@@ -79,10 +83,16 @@ class World:
     def start(self, worker_id, role):
         assert worker_id not in self.processes, "it runs, or was not forgotten"
         self.processes[worker_id] = Process(worker_id, role, self.clock.monotonic(), None)
+        self.unheard.pop(worker_id, None)
         self.started.append(worker_id)
 
     def look(self):
-        return {p.worker_id: Seen(p.state, p.pid, p.error) for p in self.processes.values()}
+        return {p.worker_id: self._seen(p) for p in self.processes.values()}
+
+    def _seen(self, process):
+        if process.state == "ready" and self.clock.monotonic() < self.unheard.get(process.worker_id, 0.0):
+            return Seen("starting", None)
+        return Seen(process.state, process.pid, process.error)
 
     def kill(self, worker_id):
         self.killed.append(worker_id)
@@ -128,11 +138,14 @@ class World:
     async def control(self):
         return self._reach().report
 
+    async def last_control(self):
+        return self._reach().kept
+
     async def put_control(self, report, lease_s):
-        self._reach().report = report
+        self._reach().report = self.kept = report
 
     async def drop_control(self):
-        self._reach().report = None
+        self._reach().report = self.kept = None
 
     def die(self, worker_id, why="its cable was pulled"):
         process = self.processes[worker_id]
@@ -143,7 +156,7 @@ class World:
 
     def forget_store(self):
         """Empty the store. Live workers register again with their next heartbeat."""
-        self.leases, self.orders, self.said, self.report = {}, {}, None, None
+        self.leases, self.orders, self.said, self.report, self.kept = {}, {}, None, None, None
         for forgotten in self.followers:
             forgotten()
 

@@ -324,6 +324,40 @@ async def test_a_controller_that_starts_takes_over_what_runs(forgets):
     assert "plan" in world.kinds()
 
 
+@pytest.mark.parametrize(("lease_s", "answers_s"), [(3.0, 10.0), (LEASE_S, 1.0)])
+@pytest.mark.parametrize("rolls", [False, True], ids=["a lower size in the file", "in the middle of a roll"])
+async def test_a_surplus_worker_that_has_not_answered_a_new_controller_yet_is_drained_and_not_killed(
+    rolls, lease_s, answers_s
+):
+    world, first = await started(decode=1 if rolls else 3, answers_s=answers_s)
+    if rolls:
+        world.tell(generation=1)
+        await run(world, first, 0.5)
+        assert len(world.found()) == 3
+    else:
+        world.decode = 2
+    second = world.controller(ledger={"lease_s": lease_s})
+    await second.begin()
+    for _ in range(80):
+        await run(world, second, 0.5)
+        assert len(world.ready(Role.DECODE)) >= world.decode
+    assert world.killed == []
+    assert "drain" in world.kinds()
+    assert second.ready
+
+
+async def test_a_roll_goes_on_although_the_report_of_the_controller_before_has_expired():
+    world, first = await started(prefill=2)
+    before = {id(process): process for process in world.processes.values()}
+    world.tell(generation=1)
+    while before.keys() <= set(map(id, world.processes.values())):
+        await run(world, first, 0.5)
+    world.report = None
+    second = await again(world, 60)
+    assert second.ready
+    assert not before.keys() & set(map(id, world.processes.values()))
+
+
 @pytest.mark.parametrize(("by", "sizes"), [("operator", (1, 3)), ("autoscaler", (1, 3)), ("file", (1, 1))])
 async def test_another_file_counts_unless_somebody_said_otherwise_since(by, sizes):
     world, _ = await started()
@@ -362,6 +396,18 @@ async def test_an_operators_plan_for_the_other_mode_is_not_followed(before, now)
     await run(world, controller, 30)
     assert controller.ready
     assert sorted(world.found().values()) == ["decode"] * now[1] + ["prefill"] * now[0]
+
+
+async def test_a_worker_that_fits_nowhere_does_not_stop_the_autoscaler():
+    world, scaler = World(room=2), Mock()
+    scaler.look.return_value = (None, "")
+    controller = await begun(world, world.controller(scaler))
+    world.tell(decode=2)
+    scaler.look.return_value = (first_plan(1, 1, number=2, reason="there is no room"), "")
+    await run(world, controller, ROOM_S - 5)
+    assert (world.said.decode, world.states()["decode-1"]) == (2, "starting")
+    await run(world, controller, 10)
+    assert (world.said.decode, world.states()) == (1, {"prefill-0": "ready", "decode-0": "ready"})
 
 
 async def test_the_autoscaler_is_asked_each_second_and_its_plan_followed_when_nothing_is_under_way():

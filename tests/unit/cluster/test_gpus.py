@@ -82,6 +82,14 @@ def test_a_gpu_is_free_again_when_it_is_given_back():
     table.give_back("of a CPU, or unknown")
 
 
+def test_a_gpu_of_a_worker_that_changed_its_role_is_not_the_first_to_be_shared():
+    table = GpuAssignment(plan("cuda:0", "cuda:0", prefill_replicas=2, decode_replicas=2), ("0", "1"))
+    for worker_id, role in (("prefill-0", P), ("prefill-1", P), ("decode-0", D), ("decode-1", D)):
+        table.take(worker_id, role)
+    table.give_back("prefill-1")  # then decode-1 became a prefill worker
+    assert table.take("decode-2", D) == ("1",)
+
+
 REFUSED = [
     (plan(), 1, "prefill.device: cuda and decode.device: cuda: prefill.replicas 1 x prefill.tensor_parallel 1 and"),
     (plan(), 1, "need 2 GPUs, and this host has 1 that torch can use; lower these numbers, write cuda:N in both pools"),
