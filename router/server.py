@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 import structlog
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health_aio
+from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from baton.clock import Clock, SystemClock
@@ -25,6 +24,7 @@ from baton.metrics import MetricsServer
 from baton.metrics.http import Target, target
 from baton.rpc import channel
 from baton.rpc.channel import PLAINTEXT
+from baton.rpc.health import LOOK_S, Health
 from baton.rpc.v1 import admin_pb2_grpc, inference_pb2_grpc
 from baton.tokenizer import Tokenizer
 from router.admin import Admin
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 SERVICE = "baton.v1.Inference"
-_HEALTH_S = 0.1
 _CLOSING_S = 1.0
 _WITHIN_S = 1.0  # maximum wait of a scrape for the ledger
 _DEMAND_S = 1.0
@@ -149,7 +148,7 @@ class Router:
             look=self._look,
             targets=partial(targets, context, control_state, lambda: self.metrics_at),
         )
-        self._health = health_aio.HealthServicer()
+        self._health = Health()
         self._gateway: HttpServer | None = None
         self._control_state = control_state
         self._watches: list[asyncio.Task[None]] = []
@@ -208,9 +207,7 @@ class Router:
         closing = asyncio.create_task(self._public.stop(grace_s + 2 * _CLOSING_S))
         for watch in self._watches:
             watch.cancel()
-        with suppress(TimeoutError):  # it waits for every watching client, and one may have stopped reading
-            async with asyncio.timeout(1.0):
-                await self._health.enter_graceful_shutdown()
+        self._health.stop()
         leaving = [asyncio.create_task(self._gateway.stop(grace_s + _CLOSING_S))] if self._gateway is not None else []
         if self.context.running:
             await asyncio.wait([call.task for call in self.context.running], timeout=grace_s)
@@ -239,9 +236,8 @@ class Router:
     async def _report_health(self) -> None:
         """Report gRPC health: "" while the process serves, Inference while a decode worker is connected."""
         while True:
-            status = "SERVING" if self.context.pool.can_serve() else "NOT_SERVING"
-            await self._health.set(SERVICE, health_pb2.HealthCheckResponse.ServingStatus.Value(status))
-            await asyncio.sleep(_HEALTH_S)
+            self._health.set(SERVICE, serving=self.context.pool.can_serve())
+            await asyncio.sleep(LOOK_S)
 
 
 def _gateway(context: RouterContext, admin: Admin, look: Callable[[], Awaitable[None]]) -> HttpServer:

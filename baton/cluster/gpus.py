@@ -151,7 +151,7 @@ class GpuAssignment:
         return tuple(gpu for gpu in self._gpus if gpu not in used)
 
     def _of_range(self, role: Role, pool: PoolConfig) -> tuple[str, ...]:
-        """Return the GPUs of the pool's range that the fewest of its workers use, and among these the fewest workers."""
+        """Return the GPUs of the pool's range that the fewest of its workers use, or of these the fewest of all."""
         first, size = first_gpu(pool) or 0, pool.tensor_parallel
         starts = range(first, first + most_workers(pool) * size, size)
         groups = [self._gpus[start : start + size] for start in starts]

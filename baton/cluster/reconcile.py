@@ -173,7 +173,8 @@ def _spare(kept: Sequence[WorkerState], plan: Plan, role: Role, now: float) -> W
         for unit in ranked:
             if unit.state == "failed":
                 return unit
-    least = min(1, pool_size(plan, role)) if any(unit.in_a_row == 0 and lacks_room(unit, now) for unit in kept) else pool_size(plan, role)
+    least, narrow = pool_size(plan, role), any(unit.in_a_row == 0 and lacks_room(unit, now) for unit in kept)
+    least = min(1, least) if narrow else least
     return next((unit for unit in ready if not old or unit in old), None) if len(ready) > least else None
 
 

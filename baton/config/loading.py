@@ -28,7 +28,7 @@ _SHOULD = "input should be "
 _KEYED = re.compile(rf"^( *(?:baton: ConfigError: )?)(?:{ENV_PREFIX}\w+: )?(([a-z_.]+): .*)$", re.MULTILINE)
 
 # PyYAML raises these besides YAMLError if a value does not fit its tag or kind: a 99th month, a list as a key.
-_NO_VALUE = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+NO_VALUE = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 
 
 class _LineLoader(yaml.SafeLoader):
@@ -37,7 +37,7 @@ class _LineLoader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep=deep)
-        except _NO_VALUE as error:
+        except NO_VALUE as error:
             raise ConfigError(f"line {node.start_mark.line + 1}: invalid value: {error}") from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
@@ -69,7 +69,7 @@ def _parse_yaml(text: str) -> tuple[Tree, dict[str, int]]:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else "?"
         raise ConfigError(f"line {line}: not YAML: {error.problem}") from None
-    except (yaml.YAMLError, *_NO_VALUE) as error:
+    except (yaml.YAMLError, *NO_VALUE) as error:
         raise ConfigError(f"not YAML: {error}") from None
     except RecursionError:
         raise ConfigError("not YAML: nested too deeply, or a value contains itself") from None
@@ -132,8 +132,9 @@ def _tails(key: str) -> list[str]:
 def _scalar(text: str, source: str) -> object:
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, *_NO_VALUE):
-        raise ConfigError(f"{source}: {text[:200]!r} is not a YAML value") from None
+    except (yaml.YAMLError, RecursionError, *NO_VALUE):
+        shown = "the value" if "redis" in source.lower() else repr(text[:200])  # a URL may have a password
+        raise ConfigError(f"{source}: {shown} is not a YAML value") from None
 
 
 def load_config(path: str | Path, sets: Sequence[str] = (), env: Mapping[str, str] | None = None) -> ClusterConfig:

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 MOST_BYTES = 2**50
@@ -75,6 +75,15 @@ def parse_host(value: object) -> str:
     return value
 
 
+def parse_origin(origin: str) -> str:
+    """Return a valid origin as browsers send it: in lower case, without the default port. Raises ValueError."""
+    scheme, _, place = origin.lower().partition("://")
+    host, _, port = place.partition(":")
+    if int(port or 0) > 65535:
+        raise ValueError("port must be at most 65535")
+    return f"{scheme}://{host}" if (scheme, port) in {("http", "80"), ("https", "443")} else origin.lower()
+
+
 def is_loopback(address: str) -> bool:
     """Return True if only this machine can reach the address."""
     return is_loopback_host(split_address(address)[0])
@@ -103,7 +112,11 @@ SizeOrAuto = Annotated[
 Address = Annotated[
     str, BeforeValidator(parse_address), WithJsonSchema({"type": "string", "pattern": "^.+:[0-9]{1,5}$"})
 ]
-Origin = Annotated[str, Field(pattern=r"^(\*|https?://[A-Za-z0-9_.-]{1,253}(:[0-9]{1,5})?)$")]
+Origin = Annotated[
+    str,
+    Field(pattern=r"^(\*|https?://[A-Za-z0-9_.-]{1,253}(:[0-9]{1,5})?)$"),
+    AfterValidator(parse_origin),
+]
 Host = Annotated[str, BeforeValidator(parse_host), WithJsonSchema({"type": "string", "pattern": f"^({HOST.pattern})$"})]
 Label = Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[A-Za-z0-9]([A-Za-z0-9_./-]*[A-Za-z0-9])?$")]
 NodeLabels = dict[Label, Label]

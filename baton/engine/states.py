@@ -125,7 +125,7 @@ class States:
     def forget(self, sequence: Sequence) -> None:
         """Drop the checkpoints of a sequence, because its state is in doubt."""
         if sequence.chain is not None:
-            for block in range(sequence.known // self.block_size):
+            for block in range(sequence.shareable // self.block_size):  # the chain ends before unverified candidates
                 self._checkpoints.pop(sequence.chain.digest(block), None)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from baton.core import SequenceSpec, SequenceState, ThinkingState, Thought
 from baton.engine.batch import Injection
+from baton.engine.determinism.planner import VerifiedProgress
 from baton.engine.models.thinking import Thinker
 from baton.engine.sequence import UNLIMITED, ScheduledSequence, SequencePolicy, VerifyWork
 from baton.engine.sequence import Sequence as Progress
@@ -168,9 +169,11 @@ class Thoughts:
         return thinking
 
     def state(self, sequence: Progress) -> ThinkingState:
-        """Return the thinking state that belongs to the KV of the computed positions."""
-        thinking = thinking_of(sequence)
-        chunk, offset = divmod(sequence.computed, self._size)
+        """Return the thinking state that belongs to the KV of the computed positions, or of the final ones of a
+        deterministic sequence, whose candidates do not move.
+        """
+        thinking, progress = thinking_of(sequence), sequence.policy(VerifiedProgress)
+        chunk, offset = divmod(sequence.computed if progress is None else progress.final, self._size)
         rows = b"" if thinking.rows is None else _raw(thinking.rows)
         state = _raw(self._state(thinking, chunk))
         return ThinkingState(self._thinker.fingerprint, chunk, offset, state, rows, tuple(thinking.thoughts))

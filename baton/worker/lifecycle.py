@@ -21,8 +21,7 @@ from types import TracebackType
 
 import grpc
 import structlog
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health_aio
+from grpc_health.v1 import health_pb2_grpc
 
 from baton import __version__
 from baton.clock import Clock, SystemClock
@@ -39,6 +38,7 @@ from baton.metrics.worker import Watched, WorkerMetrics
 from baton.network import reachable_address
 from baton.rpc import channel, convert
 from baton.rpc.channel import Wire
+from baton.rpc.health import Health
 from baton.rpc.v1 import worker_pb2_grpc
 from baton.worker.engine_factory import level_of, served_by, thinking_chunk, weight_format
 from baton.worker.engine_loop import EngineLoop, Paces
@@ -194,7 +194,7 @@ async def run_incarnation(
         leaving.push_async_callback(role.close)  # after loop.stop, to write the last records
         leaving.push_async_callback(asyncio.to_thread, loop.stop)
         leaving.callback(service.close)
-        await health.report(serving=False)
+        health.report(serving=False)
         await server.start()
         leaving.push_async_exit(partial(_stop_serving, server))
         lease = Lease(ledger, info, settings.lease_s, clock, history)
@@ -204,12 +204,12 @@ async def run_incarnation(
         leaving.push_async_callback(_deregister, ledger, info.ref)
         leaving.callback(log.info, "worker_stops", worker=info.ref)
         log.info("worker_ready", worker=info.ref, role=info.role.value, address=address, fingerprint=info.fingerprint)
-        await health.report(serving=True)
+        health.report(serving=True)
         ready(info.ref)
         beats = Beats(info, lease, loop, service, ControlState(ledger.connection), settings, clock)
         order = await beats.run(stop)
         if order is not None:
-            await health.report(serving=False)
+            health.report(serving=False)
             await beats.drain(stop, order.grace_s, role, lambda: stepping.drained)
         await _deregister(ledger, info.ref)  # routers stop choosing it
         await _leave(loop, role, service, stop, ordered=order is not None)
@@ -224,13 +224,12 @@ class _Health:
 
     def __init__(self, server: grpc.aio.Server, metrics: WorkerMetrics) -> None:
         self._metrics = metrics
-        self._servicer = health_aio.HealthServicer()
+        self._servicer = Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
-    async def report(self, *, serving: bool) -> None:
+    def report(self, *, serving: bool) -> None:
         self._metrics.serving = serving
-        status = health_pb2.HealthCheckResponse
-        await self._servicer.set("", status.SERVING if serving else status.NOT_SERVING)
+        self._servicer.set("", serving=serving)
 
 
 class Beats:

@@ -26,6 +26,7 @@ import structlog
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, SecretStr, ValidationError, model_validator
 
+from baton.config.loading import NO_VALUE
 from baton.core import SequenceSpec
 from baton.errors import ConfigError, InvalidRequest, RateLimited, Unauthenticated, Violation
 from baton.limits import MAX_PRIORITY, MAX_TOKEN_CHARS, MAX_TOKENS_FILE_BYTES, MIN_TOKEN_CHARS
@@ -142,7 +143,7 @@ def _parse(data: bytes) -> object:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else "?"
         raise ValueError(f"line {line}: not YAML") from None
-    except (yaml.YAMLError, ValueError, RecursionError):
+    except (yaml.YAMLError, *NO_VALUE, RecursionError):
         raise ValueError("not YAML") from None
 
 
@@ -183,20 +184,23 @@ class TokenFile:
     async def watch(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            await self.refresh()
+            try:
+                await self.refresh()
+            except Exception:  # a task boundary: without the watch, revoked tokens would stay valid
+                log.exception("tokens_not_read", kept=len(self._tokens))
 
     async def refresh(self) -> None:
         """Read the file if it has changed. A broken version is logged once."""
         version = self._look()
         if version == self._version:
             return
-        self._version = version
         try:
             self._tokens = await asyncio.to_thread(read_tokens, self._path)
         except ConfigError as error:
             log.error("tokens_not_read", error=str(error), kept=len(self._tokens))
         else:
             log.info("tokens_read", tokens=len(self._tokens))
+        self._version = version
 
     def _look(self) -> _Version | None:
         try:
@@ -267,3 +271,6 @@ def _violations(spec: SequenceSpec, message: pb.GenerateRequest, grant: Grant) -
         if most is not None and got is not None and got > most:
             unit = " prompt tokens" if name == field else f" in {message.n} choices" if message.n > 1 else ""
             yield Violation(name, f"this token allows at most {most}{unit}, got {got}")
+    if asked is None and limits.max_tokens is not None and message.n > limits.max_tokens:
+        text = f"this token allows at most {limits.max_tokens} new tokens in all choices, got {message.n} choices"
+        yield Violation("n", text)

@@ -18,6 +18,7 @@ from router.openai.errors import UNKNOWN, UNSUPPORTED, HttpError
 from router.openai.schema import ChatBody, CompletionBody
 
 _NAMED = 16  # Reported mistakes; a long list does not help, and takes long to make.
+_COUNTED = 50_000  # a body with more mistakes gets one error: to list them takes long, too
 _DRAIN = 16  # A too long body is read up to this multiple of the limit, so that the client reads the error.
 
 # Fields of OpenAI and vLLM that are known but not supported, with the values that request nothing.
@@ -122,6 +123,8 @@ def validated(
     try:
         return kind.model_validate(tree, extra="ignore" if ignores_unknown else None)
     except ValidationError as error:
+        if (count := error.error_count()) > _COUNTED:
+            raise InvalidRequest.of("body", f"has {count} mistakes; only up to {_COUNTED} are named") from None
         found = error.errors(include_url=False)[:_NAMED]
         raise InvalidRequest(*violations, *(_violation(each, kind) for each in found)) from None
 

@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from baton.limits import MAX_CHOICES, MAX_HTTP_NAME_CHARS, MAX_HTTP_PROMPTS, MAX_HTTP_TOOLS
+from baton.limits import MAX_CHAT_MESSAGES, MAX_CHOICES, MAX_HTTP_NAME_CHARS, MAX_HTTP_PROMPTS, MAX_HTTP_TOOLS
 
 
 class Body(BaseModel):
@@ -42,13 +42,13 @@ class Body(BaseModel):
         return {name: each for name, each in value.items() if each is not None or name in known}
 
 
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}", re.ASCII)
 _CHOICE = 'must be none, auto, required, or {"type": "function", "function": {"name": ...}}'
 
 
 def _name(value: str) -> str:
     if not _NAME.fullmatch(value):
-        raise ValueError("must be 1 to 64 of the characters A-Z a-z 0-9 _ -")
+        raise ValueError("must be 1 to 128 of the characters A-Z a-z 0-9 _ -")
     return value
 
 
@@ -88,16 +88,18 @@ CalledName = Annotated[str, Field(max_length=MAX_HTTP_NAME_CHARS)]
 
 
 class CalledFunction(Body):
-    """A past call by the model; `arguments` is JSON."""
+    """A past call by the model; `arguments` is JSON. The openai package adds `parsed_arguments`, which has no effect."""
 
     name: CalledName
     arguments: Annotated[str, AfterValidator(_arguments)]
+    parsed_arguments: Any = None
 
 
 class ToolCall(Body):
-    """A call in an earlier answer."""
+    """A call in an earlier answer. `index` is left from a stream."""
 
     id: str
+    index: int | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
 
@@ -341,7 +343,9 @@ def _joined(value: object) -> object:
 
 
 class Message(Body):
-    """One message. The fields that must be null occur when clients send an earlier answer back."""
+    """One message. The fields that must be null occur when clients send an earlier answer back. `parsed` (of the openai
+    package), `sender` and `tool_name` (of Swarm) have no effect.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_joined, json_schema_input_type=str | list[dict[str, Any]] | None)]
@@ -350,6 +354,9 @@ class Message(Body):
     annotations: list[None] | None = None
     audio: None = None
     function_call: None = None
+    parsed: Any = None
+    sender: str | None = None
+    tool_name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -409,7 +416,7 @@ class ResponseFormat(Body):
 class ChatBody(Common):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_CHAT_MESSAGES)]
     max_completion_tokens: Int32 | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, lt=2**31)] | None = None
@@ -459,7 +466,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_CHAT_MESSAGES)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_HTTP_TOOLS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None

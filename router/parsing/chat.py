@@ -106,7 +106,9 @@ class Chats:
         own = template.variables - _GIVEN - self._special.keys()
         text = f"is not a variable of the model's chat template; it has {', '.join(sorted(own)) or 'none'}"
         wrong = [name[:64] for name in given if name not in own]
-        return [Violation("chat.template_kwargs", f"{name!r} {text}") for name in wrong]
+        more = f"; {len(wrong) - _NAMED} more names are no variables either" if wrong[_NAMED:] else ""
+        found = [f"{name!r} {text}" for name in wrong[:_NAMED]]
+        return [Violation("chat.template_kwargs", each) for each in [*found[:-1], *(last + more for last in found[-1:])]]
 
 
 def _until_mark(text: str) -> str:

@@ -270,9 +270,9 @@ def _received(message: pb.ResumeRequest, spec: SequenceSpec, vocab_size: int) ->
     """Return the client's tokens of each choice. Raises InvalidRequest if they cannot belong to the request."""
     found = [tuple(ids.ids) for ids in message.received]
     choices, most = message.request.n if message.request.HasField("n") else 1, spec.sampling.max_tokens
-    wrong = [violation for ids in found for violation in _outside("received", ids, vocab_size)]
     if len(found) > choices:
-        wrong.append(Violation("received", f"at most {choices} choices, got {len(found)}"))
+        raise InvalidRequest.of("received", f"at most {choices} choices, got {len(found)}")
+    wrong = [violation for ids in found for violation in _outside("received", ids, vocab_size)]
     scored, total = message.prompt_logprobs_received, 0 if spec.prompt_logprobs is None else len(spec.prompt)
     if scored > total or (scored < total and (any(found) or message.exact)):
         text = f"must be {total}" if any(found) or message.exact else f"must be at most {total}"

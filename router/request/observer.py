@@ -14,7 +14,7 @@ from baton.clock import Clock, unix_time
 from baton.core import Finish, HandoffId, SequenceSpec, Token
 from baton.errors import BatonError, Cancelled, InvalidRequest
 from baton.event_journal import History
-from baton.limits import MAX_CLIENT_TAG_CHARS
+from baton.limits import MAX_CLIENT_TAG_CHARS, MAX_STATUS_MESSAGE_BYTES, MAX_STATUS_VIOLATIONS
 from baton.metrics import Metrics
 from baton.metrics.router import exemplar_of
 from baton.rpc.v1 import inference_pb2 as pb
@@ -264,8 +264,11 @@ class ChoiceObserver:
 
 
 def _reason(error: BatonError) -> str:
-    """Return the error text for the log, without texts about a constraint or chat, because they may quote it."""
+    """Return the error text for the log, without texts about a constraint or chat, because they may quote it. It is cut
+    as in the status, because a request may have many mistakes.
+    """
     if not isinstance(error, InvalidRequest):
-        return str(error)
-    quoting = ("constraint", "chat")
-    return "; ".join(v.field if v.field.startswith(quoting) else str(v) for v in error.violations)
+        return str(error)[:MAX_STATUS_MESSAGE_BYTES]
+    quoting, shown = ("constraint", "chat"), error.violations[:MAX_STATUS_VIOLATIONS]
+    text = "; ".join(v.field if v.field.startswith(quoting) else str(v) for v in shown)
+    return text[:MAX_STATUS_MESSAGE_BYTES]

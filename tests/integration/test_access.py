@@ -181,6 +181,7 @@ async def test_a_request_that_fails_gives_its_place_back(cluster):
     [
         ("sampling.max_tokens", {"max_tokens": 9}),
         ("sampling.max_tokens", {"max_tokens": 3, "n": 3}),
+        ("n", {"max_tokens": None, "n": 9}),
         ("token_ids", {"prompt": [1] * 21}),
         ("priority", {"priority": 6}),
     ],

@@ -16,8 +16,10 @@ from baton.errors import BatonError
 from baton.ledger.control_state import ControlReport, ControlState, Decision, RouterReport
 from baton.rpc.v1 import inference_pb2 as pb
 from router import server
+from tests.integration.access_support import bearer, token_file
 from tests.integration.gateway_support import raw
 from tests.support.plans import first_plan
+from tests.support.routers import asked
 from tools.metric_docs import LABELS, values
 
 TEXT = "zebra"  # part of every text from clients
@@ -96,6 +98,15 @@ async def test_an_exemplar_names_a_request(cluster):
     names = [*(f"baton_{name}" for name in ours), *(f"vllm:{name}" for name in theirs)]
     assert set(named) == {f"{name}_seconds_bucket" for name in names}
     assert found == (("request_id", accepted.request_id), ("trace_id", last.completed.trace_id))
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+async def test_a_listener_whose_metrics_need_no_token_names_no_request(make, tmp_path, tokens):
+    cluster = await make(http="127.0.0.1:0", tokens=token_file(tmp_path / "tokens") if tokens else None)
+    (accepted, *_) = await cluster.answer(cluster.stub.Generate(asked(), metadata=bearer("alice") if tokens else None))
+    _, _, text = await raw(cluster.router.http, "GET", "/metrics", accept="application/openmetrics-text")
+    assert b"baton_ttft_seconds_bucket" in text
+    assert (accepted.request_id.encode() in text) is not tokens
 
 
 async def test_what_requests_took_is_counted(cluster):

@@ -117,6 +117,7 @@ async def test_a_resumed_stream_is_cancelled_by_the_name_that_the_client_knows(c
         ([[300]], "received: token id 300 is outside the vocabulary"),
         ([[1] * (MOST + 1)], rf"received: at most max_tokens \({MOST}\)"),
         ([[1], [2]], "received: at most 1 choices, got 2"),
+        ([[300]] * 3, "^received: at most 1 choices, got 3$"),
     ],
 )
 async def test_what_cannot_be_of_this_request(cluster, received, words):

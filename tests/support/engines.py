@@ -163,11 +163,16 @@ def hand_over(
     return streams.drain(receiver)
 
 
-def move(sender: Engine, receiver: Engine, spec: SequenceSpec, after: int, ahead: int = 0) -> Streams:
-    """Run `spec` until it has `after` tokens and `ahead` more, then continue on the other engine. Return all output."""
+def move(
+    sender: Engine, receiver: Engine, spec: SequenceSpec, after: int, ahead: int = 0, candidates: int = 0
+) -> Streams:
+    """Run `spec` until it has `after` tokens and `ahead` more, then continue on the other engine. Return all output. If
+    it is deterministic, it has `candidates` that are not verified then.
+    """
     sender.submit(key := key_of(), spec)
     streams = Streams()
-    while len(streams.tokens[key]) < after:
+    request = sender._requests[key]
+    while len(streams.tokens[key]) < after or request.sequence.known < len(request.choice.tokens) + candidates:
         streams.step(sender)
     streams.take(sender, sender.land())
     halted = sender.halt(key, ahead)

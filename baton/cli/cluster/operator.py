@@ -85,17 +85,15 @@ class Operator:
             time.sleep(LOOK_S)
 
     def _call(self, method: Callable[..., Reply]) -> Reply:
-        return self._first(lambda admin: self._admins.call(admin, method))
+        return self._first(lambda admin: self._admins.call(admin, method), NoWorker)
 
     def _first(self, call: Callable[[str], Reply], *passed_over: type[BatonError]) -> Reply:
-        """Return the reply of the first reachable router. Errors that a router returns are not retried at another,
-        except for those in `passed_over`.
-        """
+        """Return the reply of the first router without one of these errors. Other errors are not retried elsewhere."""
         failures: list[BatonError] = []
         for admin in self._admins.started:
             try:
                 return call(admin)
-            except passed_over or NoWorker as error:
+            except passed_over as error:
                 failures.append(error)
         raise failures[-1]
 

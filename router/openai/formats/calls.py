@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -34,6 +35,9 @@ _XML = "<tool_call>", "<seed:tool_call>", "<minimax:tool_call>"
 _INVOKE, _PARAMETER = '<invoke name="', '<parameter name="'
 _OBJECTS = "<tool_call>", "<TOOLCALL>", "<tool_calls>", "<|tool_call|>", "<|python_tag|>"
 _PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+_JSON_CONSTANTS = {"true": True, "false": False, "null": None}
+_KEYWORD = re.compile(r"\s*([\w-]+)\s*=(?!=)(.*)", re.DOTALL)
+_QUOTED = re.compile(r"""'(?:\\.|[^'\\])*+'?|"(?:\\.|[^"\\])*+"?""", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +255,9 @@ def _qwen3_coder(s: Source, tools: Tools) -> Steps[bool]:
 
 
 def _function(s: Source, tools: Tools) -> Steps[bool]:
-    """Read a call with tags of Qwen or, with `invoke`, of MiniMax."""
+    """Read a call with tags of Qwen or, with `invoke`, of MiniMax. Models forget `</parameter>`: a mark on a new line
+    ends a value, too.
+    """
     yield from s.spaces()
     opened = yield from s.took("<function=", _INVOKE)
     begin, quote, end = (_PARAMETER, '">', "</invoke>") if opened == _INVOKE else ("<parameter=", ">", "</function>")
@@ -259,13 +265,13 @@ def _function(s: Source, tools: Tools) -> Steps[bool]:
     if name not in tools:
         return False
     s.call(name)
-    fields = _Fields(s, tools[name])
+    fields = _Fields(s, tools[name], begin, end, "\n</parameter>", "</parameter>", f"\n{begin}", f"\n{end}")
     yield from s.spaces()
-    while (yield from s.took(begin)):
+    mark = yield from s.took(begin, end)
+    while mark == begin:
         key = yield from s.before(quote)
-        yield from fields.read(key, "</parameter>")
-        yield from s.spaces()
-    yield from fields.end((yield from s.took(end)), end, begin)
+        mark = yield from fields.read(key)
+    yield from fields.end(mark)
     return True
 
 
@@ -276,11 +282,11 @@ def _glm(s: Source, tools: Tools) -> Steps[bool]:
         return (yield from _items(s, tools))
     names = list[str]()
     mark = yield from s.through(("<arg_key>", "</tool_call>", "\n"), names.append)
-    name = "".join(names).strip()
+    name = "" if s.cut and not mark else "".join(names).strip()  # a part of a name may be another name
     if name not in tools:
         return False
     s.call(name)
-    fields = _Fields(s, tools[name])
+    fields = _Fields(s, tools[name], "<arg_key>", "</tool_call>", "\n</arg_value>", "</arg_value>")
     if mark == "\n":
         yield from s.spaces()
         mark = yield from s.took("<arg_key>", "</tool_call>")
@@ -288,47 +294,66 @@ def _glm(s: Source, tools: Tools) -> Steps[bool]:
         key = yield from s.before("</arg_key>")
         yield from s.spaces()
         yield from s.took("<arg_value>")
-        yield from fields.read(key, "</arg_value>")
-        yield from s.spaces()
-        mark = yield from s.took("<arg_key>", "</tool_call>")
-    yield from fields.end(mark, "</tool_call>", "<arg_key>")
+        mark = yield from fields.read(key)
+    yield from fields.end(mark)
     return True
 
 
 class _Fields:
-    """Arguments that arrive one by one, written as a JSON object. A text is delivered as it comes."""
+    """Arguments that arrive one by one, written as a JSON object. A text is delivered as it comes. `begin` begins an
+    argument, one of `ends` ends its value, and `close` ends the call.
+    """
 
-    def __init__(self, s: Source, schema: Mapping[str, Any]) -> None:
+    def __init__(self, s: Source, schema: Mapping[str, Any], begin: str, close: str, *ends: str) -> None:
         found = schema.get("properties")
         self._s, self._properties = s, found if isinstance(found, Mapping) else {}
-        self._before = "{"
+        self._begin, self._close, self._ends, self._before = begin, close, ends, "{"
 
-    def read(self, key: str, end: str) -> Steps[None]:
-        """Read a value up to `end`, without the line breaks around it."""
+    def read(self, key: str) -> Steps[str]:
+        """Read a value without the line breaks around it. Return `begin` or `close` if it follows."""
         s = self._s
         s.arguments(f"{self._before}{_text(key)}: ")
         self._before = ", "
         yield from s.took("\n")
-        if self._is_text(key):
+        types = _types(self._properties.get(key))
+        if "string" not in types or any(kind not in ("string", "null") for kind in types):
+            pieces = list[str]()
+            mark = yield from s.through(self._ends, pieces.append)
+            s.arguments(_converted("".join(pieces)))
+        elif "null" in types and (null := (yield from s.took(*(f"null{end}" for end in self._ends)))):
+            mark = null.removeprefix("null")
+            s.arguments("null")
+        else:
             s.arguments('"')
-            mark = yield from s.through((f"\n{end}", end), lambda text: s.arguments(_text(text)[1:-1]))
-            s.arguments('"' if mark else "")
-            return
-        pieces = list[str]()
-        yield from s.through((end,), pieces.append)
-        s.arguments(_converted("".join(pieces).strip()))
+            mark = yield from s.through(self._ends, lambda text: s.arguments(_text(text)[1:-1]))
+            s.arguments('"' if mark or not s.cut else "")
+        if (mark := mark.strip()) in (self._begin, self._close):
+            return mark
+        yield from s.spaces()
+        return (yield from s.took(self._begin, self._close))
 
-    def end(self, mark: str, end: str, begin: str) -> Steps[None]:
-        """End the object at its `mark`, at a part of `end`, or at other text: the model forgot its mark. An answer that
-        was cut there, perhaps in `begin`, leaves it open.
+    def end(self, mark: str) -> Steps[None]:
+        """End the object at its `mark`, at a part of `close`, or at other text: the model forgot its mark. An answer
+        that was cut there, perhaps in `begin`, leaves it open.
         """
         s = self._s
-        if mark or s.drops_part(end) or ((yield from s.ahead()) and not s.drops_part(begin)):
+        if mark or s.drops_part(self._close) or ((yield from s.ahead()) and not s.drops_part(self._begin)) or not s.cut:
             s.arguments("{}" if self._before == "{" else "}")
 
-    def _is_text(self, key: str) -> bool:
-        shape = self._properties.get(key)
-        return isinstance(shape, Mapping) and shape.get("type") == "string"
+
+def _types(shape: object) -> list[object]:
+    """Return the types of the values that a schema allows. None stands for types that it does not name."""
+    if not isinstance(shape, Mapping):
+        return [None]
+    if kind := shape.get("type"):
+        return kind if isinstance(kind, list) else [kind]
+    if isinstance(values := shape.get("enum"), list):
+        return ["null" if value is None else "string" if isinstance(value, str) else None for value in values]
+    for name in ("anyOf", "oneOf", "allOf"):
+        if isinstance(parts := shape.get(name), list):
+            types = [kind for part in parts for kind in _types(part)]
+            return [kind for kind in types if kind] if name == "allOf" else types
+    return [None]
 
 
 def _text(value: str) -> str:
@@ -337,11 +362,12 @@ def _text(value: str) -> str:
 
 def _converted(text: str) -> str:
     """Return a value as JSON: JSON itself, a constant of Python, or else a text."""
+    value = text.strip()
     try:
-        json.loads(text, parse_constant=reject_constant)
+        json.loads(value, parse_constant=reject_constant)
     except (ValueError, RecursionError):
-        return _PYTHON_CONSTANTS.get(text) or _text(text)
-    return text
+        return _PYTHON_CONSTANTS.get(value) or _text(text)
+    return value
 
 
 def reject_constant(constant: str) -> None:
@@ -374,24 +400,44 @@ def _python_call(s: Source, tools: Tools) -> Steps[bool]:
     before, stop = "{", ","
     while stop == ",":
         stop, text = yield from s.argument()
-        if field := _field(text):
+        if field := _field(text, cut=s.cut and not stop):
             s.arguments(before + field)
             before = ", "
-    if stop:
+    if stop or not s.cut:
         s.arguments("{}" if before == "{" else "}")
     return True
 
 
-def _field(text: str) -> str:
-    """Return `key=value` of Python as a JSON field, or "" if it is none."""
+def _field(text: str, *, cut: bool) -> str:
+    """Return `key=value` of Python as a JSON field, or "" if it is none. A value that is no constant becomes its
+    source text, unless it was cut.
+    """
+    if (found := _KEYWORD.fullmatch(text)) is None:
+        return ""
+    source = found[2].strip()
+    value = _literal(source) or _literal(_QUOTED.sub(_in_one_line, source)) or ("" if cut else _text(source))
+    return value and f"{_text(found[1])}: {value}"
+
+
+def _literal(source: str) -> str:
+    """Return a constant of Python as JSON, or "" if it is none. It may have JSON's names of constants."""
     try:
-        call = ast.parse(f"f({text})", mode="eval").body
+        call = _Constants().visit(ast.parse(f"f(a={source})", mode="eval").body)
         [keyword] = call.keywords if isinstance(call, ast.Call) else []
         value = json.dumps(ast.literal_eval(keyword.value), ensure_ascii=False, allow_nan=False)
         value.encode()
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return ""
-    return f"{_text(keyword.arg or '')}: {value}"
+    return value
+
+
+class _Constants(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_JSON_CONSTANTS[node.id]) if node.id in _JSON_CONSTANTS else node
+
+
+def _in_one_line(quoted: re.Match[str]) -> str:
+    return quoted[0].replace("\r", "\\r").replace("\n", "\\n")
 
 
 def _none(s: Source, tools: Tools) -> Steps[bool]:

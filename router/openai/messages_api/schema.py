@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from baton.limits import MAX_HTTP_TOOLS
+from baton.limits import MAX_CHAT_MESSAGES, MAX_HTTP_TOOLS
 from router.openai.schema import Body, CalledName, Int32
 
 
@@ -120,7 +120,7 @@ class CountBody(Body):
     tags = frozenset({"text", "thinking", "tool_use", "tool_result"})
 
     model: str | None = None
-    messages: Annotated[list[Turn], Field(min_length=1)]
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_CHAT_MESSAGES)]
     system: Texts | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_HTTP_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None

@@ -93,7 +93,7 @@ def _add(found: list[Json], item: Item, reasoning: Json) -> None:
                 found.append({"role": "assistant", "content": ""} | reasoning)
             function = {"name": item.name, "arguments": item.arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
-            found[-1]["tool_calls"] = [*found[-1].get("tool_calls", ()), call]
+            found[-1].setdefault("tool_calls", []).append(call)
 
 
 def _text(parts: Sequence[Part]) -> str:

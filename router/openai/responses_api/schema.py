@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from baton.limits import MAX_HTTP_TOOLS
+from baton.limits import MAX_CHAT_MESSAGES, MAX_HTTP_TOOLS
 from router.openai.schema import Body, CalledName, Int32, Seed, without_nulls
 
 _STORED = "not supported by this server, because it stores no responses; send the earlier items in input"
@@ -145,7 +145,7 @@ class ResponsesBody(Body):
     tags = frozenset({"message", "function_call", "function_call_output", "reasoning"})
 
     model: str | None = None
-    input: Annotated[list[Item], Field(min_length=1), BeforeValidator(_as_items)]
+    input: Annotated[list[Item], Field(min_length=1, max_length=MAX_CHAT_MESSAGES), BeforeValidator(_as_items)]
     instructions: str | None = None
     max_output_tokens: Int32 | None = None
     temperature: float | None = None

@@ -1,5 +1,6 @@
 """The token file: its contents, errors for mistakes, and reloads."""
 
+import asyncio
 import hashlib
 import hmac
 import os
@@ -11,6 +12,7 @@ from structlog.testing import capture_logs
 
 from baton.errors import Cancelled, ConfigError, Overloaded, Unauthenticated
 from router.auth.tokens import Concurrency, Grant, Limits, Right, TokenFile, read_tokens
+from tests.support.waiting import until
 
 ALICE, BOB = "alice-token-0123456789", "bob-token-0123456789"
 GOOD = f"""
@@ -62,6 +64,8 @@ SECRET = "s3cret-s3cret-s3cret"
 WRONG = {
     "no such file": (None, ["cannot be read"]),
     "not yaml": (f"tokens: [*{SECRET}]", ["not YAML"]),
+    "no value of its tag": (f"tokens: [{{token: {SECRET}, tenant: a, role: !!bool {SECRET}}}]", ["not YAML"]),
+    "an empty number": (f"tokens: [{{token: {SECRET}, tenant: !!int ''}}]", ["not YAML"]),
     "not text": (b"\xff\xfe\x00" + SECRET.encode(), ["not YAML"]),
     "a token as a key": (f"tokens:\n  {SECRET}: alice", ["tokens", "list"]),
     "an unknown key": (f"tokens: [{{tenant: a, token: {SECRET}, {SECRET}x: 1}}]", ["tokens.0", "unknown key"]),
@@ -128,6 +132,23 @@ async def test_a_broken_file_changes_nothing_until_it_is_replaced(file, broken):
     assert tokens.grant("Bearer dora-token-0123456789").tenant == "dora"
     with pytest.raises(Unauthenticated):
         tokens.grant(f"Bearer {ALICE}")
+
+
+async def test_the_watch_of_a_file_survives_an_unexpected_error(file, monkeypatch):
+    tokens, failures = TokenFile(str(file)), [RuntimeError("can't start new thread")]
+
+    def read(path):
+        if failures:
+            raise failures.pop()
+        return read_tokens(path)
+
+    monkeypatch.setattr("router.auth.tokens.read_tokens", read)
+    monkeypatch.setattr("router.auth.tokens.LOOK_S", 0.001)
+    replaced(file, GOOD.replace("tenant: alice", "tenant: carol"))
+    watch = asyncio.create_task(tokens.watch())
+    await until(lambda: tokens.grant(f"Bearer {ALICE}").tenant == "carol", "the next look")
+    watch.cancel()
+    assert not failures
 
 
 def test_nothing_secret_is_in_a_repr(file):

@@ -141,6 +141,29 @@ def test_a_redis_url_that_is_wrong_or_in_the_wrong_place_is_not_repeated(load, t
     assert "s3cret" not in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ['"redis://:s3cret@h', "!!int s3cret"])
+def test_a_password_that_is_no_yaml_is_not_shown(tmp_path, text):
+    (tmp_path / "c.yaml").write_text("name: x")
+    with pytest.raises(ConfigError, match=r"BATON__REDIS__URL: .*YAML") as caught:
+        load_config(tmp_path / "c.yaml", env={"BATON__REDIS__URL": text})
+    assert "s3" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ("https://App.Example", "https://app.example"),
+        ("https://a.example:443", "https://a.example"),
+        ("http://a.example:80", "http://a.example"),
+        ("http://a.example:443", "http://a.example:443"),
+    ],
+)
+def test_origins_are_compared_as_browsers_send_them(load, given, sent):
+    assert load(f"router: {{http_origins: ['{given}']}}").router.http_origins == (sent,)
+    with pytest.raises(ConfigError, match=r"router.http_origins.0: .*65535"):
+        load("router: {http_origins: ['http://a.example:65536']}")
+
+
 def test_all_mistakes_are_named_at_once(load):
     with pytest.raises(ConfigError) as caught:
         load("decode: {replicas: 0}\nprefill: {threads: -1}\nfoo: 1")

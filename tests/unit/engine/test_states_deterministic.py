@@ -4,6 +4,7 @@ answer that all others must equal comes from verify passes, in an empty engine.
 
 import random
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -138,6 +139,21 @@ def test_a_handoff_and_a_move_carry_the_final_state(model, answers):
             assert bits(streams, "r") == answer
             assert pair[1].counters.prefill_tokens == 0
             assert bits(move(*pair, spec, 7), "r") == answer
+
+
+def test_a_failed_forward_with_unverified_candidates_ends_its_own_request_only(model):
+    """The last block may hold candidates, which no hash covers."""
+    engine, backend = made(model, exact=False), type(model[0])
+    block, spec = engine.layout.block_size, spec_of(numbers(random.Random(4), 20, 250), deterministic=True, max_tokens=40)
+    engine.submit(key_of(), spec)
+    request = engine._requests[key_of()]
+    while request.sequence.known // block <= len(request.choice.tokens) // block:
+        engine.step()
+    with patch.object(backend, "forward", side_effect=RuntimeError("out of memory")):
+        while not (failed := engine.step().failed):
+            pass
+    assert [key for key, _ in failed] == [key_of()]
+    assert engine.pool.counts().owned == 0
 
 
 def test_prefix_hits_begin_at_a_grid_chunk_with_a_checkpoint(model):

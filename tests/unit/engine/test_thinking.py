@@ -220,6 +220,13 @@ def test_a_move_takes_the_thoughts_along(fast, while_decoding, after):
     assert (found.ids(key_of()), found.thoughts[key_of()]) == alone(fast(), spec)
 
 
+@pytest.mark.parametrize("candidates", [1, 3, 4, 6])
+def test_a_deterministic_request_moves_with_unverified_candidates(fast, candidates):
+    spec, shapes = asked_for(candidates, 18, 60, deterministic=True), replace(SHAPES, exact_rows=0)
+    found = engines.move(fast(shapes=shapes), fast(shapes=shapes), spec, 1, candidates=candidates)
+    assert (found.ids(key_of()), found.thoughts[key_of()]) == alone(fast(shapes=shapes), spec)
+
+
 @pytest.mark.parametrize(
     ("changed", "named"),
     [

@@ -22,8 +22,11 @@ from tests.integration.gateway_support import any_text
 from tests.support.time_factor import scaled
 
 PLACE = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "dry": {}}}
+TEXT: dict[str, Any] = {"type": "string"}
+OPTIONAL: dict[str, Any] = {"anyOf": [TEXT, {"type": "null"}]}
 TOOLS: dict[str, dict[str, Any]] = {
     "weather": PLACE,
+    "write": {"properties": {"text": OPTIONAL, "mode": {"enum": ["w", None]}}},
     "now": {},
     "null": {"properties": None},
     "list": {"properties": []},
@@ -101,16 +104,25 @@ TEXTS = [
      [("weather", '{"city": "Köln", "dry": [1]}'), NOWS], "Hm"),
     ("qwen3_coder", "<tool_call><function=weather><parameter=days>1</parameter></tool_call>\n<tool_call><function=now>"
      "\n</tool_call>", "", [("weather", '{"days": 1}'), NOWS]),  # without </function>
-    ("qwen3_coder", "<function=weather><parameter=days>1</parameter>\n<para", "", [("weather", '{"days": 1')]),
+    ("qwen3_coder", "<function=weather><parameter=days>1</parameter>\n<para", "", [("weather", '{"days": 1}')]),
     ("qwen3_coder", "<function=weather><parameter=days>1</parameter>\n</fun", "", [("weather", '{"days": 1}')]),
     ("glm", "<tool_call>weather<arg_key>days</arg_key><arg_value>1</arg_value>\nDone.", "Done.",
      [("weather", '{"days": 1}')]),
-    ("glm", "<tool_call>weather<arg_key>days</arg_key><arg_value>1</arg_value><arg_k", "", [("weather", '{"days": 1')]),
+    ("glm", "<tool_call>weather<arg_key>days</arg_key><arg_value>1</arg_value><arg_k", "",
+     [("weather", '{"days": 1}')]),
     ("glm", "<tool_call>null<arg_key>a</arg_key><arg_value>1</arg_value></tool_call><tool_call>list<arg_key>a</arg_key>"
      "<arg_value>x</arg_value></tool_call>", "", [("null", '{"a": 1}'), ("list", '{"a": "x"}')]),
     ("pythonic", "[weather(city='K(ö, \"ln', days=-3), now()]", "",
      [("weather", '{"city": "K(ö, \\"ln", "days": -3}'), NOWS]),
-    ("pythonic", "[now(a=1e999, b=2)]", "", [("now", '{"b": 2}')]),
+    ("pythonic", "[now(a=1e999, b=2)]", "", [("now", '{"a": "1e999", "b": 2}')]),
+    ("pythonic", "[now(1, a==2, b=, c=x + 1, from='y', 'd=1')]", "", [("now", '{"b": "", "c": "x + 1", "from": "y"}')]),
+    ("pythonic", "[now(a=true, b=[null, {'c': false}], d='null', true='x')]", "",
+     [("now", '{"a": true, "b": [null, {"c": false}], "d": "null", "true": "x"}')]),
+    ("pythonic", "[now(a='x\n  y\\n', b=[\n1,\r\n\"\r\"], c='''p\nq''')]", "",
+     [("now", '{"a": "x\\n  y\\n", "b": [1, "\\r"], "c": "p\\nq"}')]),
+    ("qwen3_coder", "<function=write>\n<parameter=mode>\nw\n<parameter=text>\nx\n</function>\n<function=write>\n"
+     "<parameter=text>\ny\n\n<parameter=mode>\nnull\n</function>", "",
+     [("write", '{"mode": "w", "text": "x"}'), ("write", '{"text": "y\\n", "mode": null}')]),  # without </parameter>
     ("pythonic", f"<|python_start|>[now()]<|python_end|>{NOW}", "", [NOWS, NOWS]),
     ("pythonic", "<|tool_call_start|>[now()]<|tool_call_end|>Wait.", "Wait.", [NOWS]),
     ("granite", f"<|tool_call|>[{RAIN}, {NOW}]", "", [RAINS, NOWS]),
@@ -140,6 +152,7 @@ TEXTS = [
 ]  # fmt: skip
 CALLS_BEGIN = f"<｜tool▁calls▁begin｜>{BEGIN}"
 KIMI = "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+DAYS = "<function=weather><parameter=days>1"
 TO_WEATHER = "<|channel|>commentary to=functions.weather"
 
 
@@ -154,13 +167,70 @@ TO_WEATHER = "<|channel|>commentary to=functions.weather"
         ("deepseek", f"{CALLS_BEGIN}weather{SEP}{END}", [("weather", "{}")], [("weather", "{}")]),
         ("harmony", f"{TO_WEATHER}<|message|>", [("weather", "{}")], [("weather", "")]),
         ("harmony", TO_WEATHER, [("weather", "{}")], []),
+        ("qwen3_coder", f"{DAYS}</parameter>\n<para", [("weather", '{"days": 1}')], [("weather", '{"days": 1')]),
+        ("qwen3_coder", f"{DAYS}\n</par", [("weather", '{"days": 1}')], [("weather", '{"days": 1')]),
+        ("qwen3_coder", "<function=weather>\n<parameter=city>\nK\n", [("weather", '{"city": "K"}')],
+         [("weather", '{"city": "K')]),
+        ("qwen3_coder", "<function=weather>\n", [("weather", "{}")], [("weather", "")]),
+        ("glm", "<tool_call>weather<arg_key>city</arg_key><arg_value>K</arg_v", [("weather", '{"city": "K"}')],
+         [("weather", '{"city": "K')]),
+        ("glm", "<tool_call>weather<arg_key>days</arg_key><arg_value>1</arg_value><arg_k",
+         [("weather", '{"days": 1}')], [("weather", '{"days": 1')]),
+        ("glm", "<tool_call>weather", [("weather", "{}")], []),
+        ("glm", "<tool_call>weather\n", [("weather", "{}")], [("weather", "")]),
+        ("pythonic", "[weather(days=1, city='K", [("weather", '{"days": 1, "city": "\'K"}')],
+         [("weather", '{"days": 1')]),
+        ("pythonic", "[weather(", [("weather", "{}")], [("weather", "")]),
     ],
-)
-def test_a_call_that_was_cut_before_its_arguments_looks_cut(form, text, ended, cut):
-    """Otherwise a client could run the function without arguments, or another one whose name begins so."""
+)  # fmt: skip
+def test_a_call_that_was_cut_looks_cut(form, text, ended, cut):
+    """Otherwise a client could run the function without arguments, or another one whose name begins so. The arguments
+    of an answer that ended are whole JSON.
+    """
     assert read(form, text)[2] == ended
     assert read(form, text, cut=True)[2] == cut
     assert read(form, *text, cut=True)[2] == cut
+
+
+NOT_JSON = {"if": "    return x", "number": "12345", "null": None, "nulls": " null", "lines": "\na\n", "list": "[1]"}
+
+
+@pytest.mark.parametrize("form", ["qwen3_coder", "glm"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        OPTIONAL,
+        {"type": ["string", "null"]},
+        {"oneOf": [{"enum": ["a", None]}, {"allOf": [{"maxLength": 9}, TEXT]}]},
+    ],
+)
+def test_a_text_that_may_be_null_stays_a_text(form, shape):
+    tools = {"f": {"properties": dict.fromkeys(NOT_JSON, shape)}}
+    assert json.loads(written(form, tools)) == NOT_JSON
+
+
+@pytest.mark.parametrize("form", ["qwen3_coder", "glm"])
+@pytest.mark.parametrize(
+    "shape", [{}, {"anyOf": [TEXT, {"$ref": "#"}]}, {"type": ["string", "number"]}, {"type": [{}]}]
+)
+def test_a_value_of_another_type_is_json_or_its_text(form, shape):
+    tools = {"f": {"properties": dict.fromkeys(NOT_JSON, shape)}}
+    assert json.loads(written(form, tools)) == NOT_JSON | {"number": 12345, "nulls": None, "list": [1]}
+
+
+def written(form, tools):
+    """Return the arguments of a call with the values of NOT_JSON."""
+    begin, between, end = (
+        ("<parameter=", ">", "</parameter>")
+        if form == "qwen3_coder"
+        else ("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>")
+    )
+    values = {key: "null" if value is None else value for key, value in NOT_JSON.items()}
+    fields = "".join(f"{begin}{key}{between}\n{value}\n{end}\n" for key, value in values.items())
+    text = f"<function=f>\n{fields}</function>" if form == "qwen3_coder" else f"<tool_call>f\n{fields}</tool_call>"
+    [(name, arguments)] = read(form, text, tools=tools)[2]
+    assert read(form, *text, tools=tools)[2] == [(name, arguments)]
+    return arguments
 
 
 NO_CALLS = [

@@ -12,14 +12,24 @@ import pytest
 from baton.core import Sampling, SequenceSpec, Token
 from baton.errors import InvalidRequest, NoWorker, Overloaded, Violation
 from baton.ledger.control_state import ControlReport
+from baton.limits import MAX_STATUS_MESSAGE_BYTES
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.testing import FakeClock
 from baton.tracing.trace import Ended, TraceContext
 from router.activity import KEPT, REPEAT_S, ActivityRecorder, EventFeed, LastMinute
-from router.request.observer import ChoiceObserver, RequestObserver
+from router.request.observer import ChoiceObserver, RequestObserver, _reason
 from router.request.traces import Trace, Traces, Track
 from router.status import RouterStatus, SingleFlight
 from tests.unit.router.fakes import virtual
+
+
+def test_the_reason_in_the_log_is_bounded():
+    many = InvalidRequest(*[Violation("stop", f"number {number}") for number in range(1000)])
+    assert "number 7" in _reason(many)
+    assert "number 8" not in _reason(many)
+    assert len(_reason(InvalidRequest.of("stop", "x" * 10_000))) == MAX_STATUS_MESSAGE_BYTES
+    assert _reason(InvalidRequest.of("chat", "a secret")) == "chat"
+
 
 SPEC = SequenceSpec((0,) * 100, Sampling(max_tokens=9))
 
