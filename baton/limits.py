@@ -22,6 +22,7 @@ MAX_PROMPT_SCORES = 1_000_000  # of one request: over HTTP about 60 bytes each i
 MAX_PRIORITY = 100
 MAX_PROMISE_MS = 3_600_000  # limits of latency that a request may ask for, in milliseconds
 MAX_RESUMABLE_S = 600
+MAX_REQUEST_SECONDS = 3600  # from arrival to the end; a shorter deadline of the client counts
 MAX_RECORD_BYTES = 2**20  # per stream, for events (about 10,000 tokens without logprobs) and again for thoughts
 MAX_OPENED_TOKENS = 65_536  # of a receipt's opening: about 20 bytes each, and a client takes 4 MiB
 MAX_SHOWN_MODEL_CHARS = 128

@@ -14,6 +14,7 @@ from baton.core import Role
 from baton.errors import ConfigError
 from baton.event_journal import History
 from baton.ledger.prefix_index import PrefixIndex
+from baton.limits import MAX_REQUEST_SECONDS
 from baton.metrics import Metrics
 from baton.receipts.issuer import Issuer
 from baton.receipts.keys import ReceiptKey
@@ -64,7 +65,7 @@ class RouterSettings:
     queue_max_tokens: int = 1_000_000
     queue_max_wait_s: float = 10.0
     tenants: Mapping[str, float] = field(default_factory=dict)  # weights by name, 1 by default
-    max_request_s: float = 3600.0  # deadline of a request without its own
+    max_request_s: float = float(MAX_REQUEST_SECONDS)
     client_stall_s: float = 30.0
     worker_silence_s: float = 15.0  # a worker without a message for this long is lost; several heartbeats
     history: str | None = None  # a folder; see `baton.event_journal`

@@ -8,17 +8,21 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+import sys
 from collections.abc import Callable
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from baton.limits import MAX_HTTP_CONNECTIONS, MAX_HTTP_HEADER_SECONDS
+from baton.limits import MAX_HTTP_CONNECTIONS, MAX_HTTP_HEADER_BYTES, MAX_HTTP_HEADER_SECONDS
 from baton.network import open_files
 from router.openai.errors import RETRY_SOON, HttpError, Problem, http_problem
 
 _PAUSE_S = 0.1  # after a connection that could not be accepted
 _SHARE = 2  # the listener may use one of so many open files
 _LATE = http_problem(HttpError(408, "request_timeout", f"headers: must arrive within {MAX_HTTP_HEADER_SECONDS} s"))
+_LARGE = http_problem(HttpError(431, "headers_too_large", f"headers: must be at most {MAX_HTTP_HEADER_BYTES} bytes"))
+_WRONG = http_problem(HttpError(400, "invalid_http", "the request is not valid HTTP/1.1"))
 _FULL = Problem(
     503,
     "overloaded_error",
@@ -100,6 +104,17 @@ class BoundedProtocol(H11Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP. uvicorn calls this while it handles h11's error."""
+        error = sys.exception()
+        last: RequestResponseCycle | None = self.cycle
+        if last is not None and last.response_started and not last.response_complete:
+            self.transport.close()  # an answer is under way: the body of its request was wrong
+            return
+        large = isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == _LARGE.status
+        self.rejected((_LARGE if large else _WRONG).rejection)
+        self._end(_LARGE if large else _WRONG)
 
     def _end(self, problem: Problem) -> None:
         body = problem.body()

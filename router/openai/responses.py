@@ -116,7 +116,6 @@ class _Choice:
     offset: int = 0  # length of its text so far
     tokens: int = 0
     reason: str = ""
-    opened: bool = False
     recorded: bool | None = None  # whether its decode worker can repeat it; None before its second token
 
 
@@ -181,6 +180,7 @@ class Answer:
         self._received = after.counts if after is not None else tuple(self._counts)  # by the client before
         self._names: Sequence[str] = ()
         self._choices = [_Choice() for _ in range(len(job.requests) * job.n)]
+        self._opened = 0  # choices that have begun: openai's stream helper expects them in order
         self._usage = pb.Usage()
         self._prompts = [0] * len(job.requests)  # tokens
         self._returned = [ReturnedPrompt(request, texts, metadata) for request in job.requests]
@@ -256,11 +256,8 @@ class Answer:
         """Return the events for this piece, each with its slot; the format may hold text back for later pieces. Tokens
         and thoughts of a choice have no common order.
         """
-        form, choice, index = self.job.format, self._choices[piece.index], piece.index
-        slot, choices = index * (1 + self.job.thoughts), list[Json]()
-        opening = None if choice.opened else form.opening(index)
-        found = [(slot, self._event([opening], usage=self._so_far(index)))] if opening else []
-        choice.opened = True
+        form, index = self.job.format, piece.index
+        slot, choices, found = index * (1 + self.job.thoughts), list[Json](), self._openings(index)
         with self._reading(piece):
             choices += form.piece(index, piece.text, piece.scored) if piece.text or piece.scored else []
         if piece.reason:
@@ -270,6 +267,17 @@ class Answer:
             thought = self._event([form.thought(index, piece.thought)], usage=self._so_far(index))
             found.append((slot + 1, thought))
         return found
+
+    def _openings(self, last: int) -> list[tuple[int, bytes]]:
+        """Return the first events of choices up to `last` that have none yet."""
+        begun = range(self._opened, last + 1)
+        self._opened = max(self._opened, last + 1)
+        deltas = ((index, self.job.format.opening(index)) for index in begun)
+        return [
+            (index * (1 + self.job.thoughts), self._event([delta], usage=self._so_far(index)))
+            for index, delta in deltas
+            if delta
+        ]
 
     @contextmanager
     def _reading(self, piece: _Piece) -> Iterator[None]:

@@ -88,7 +88,7 @@ CalledName = Annotated[str, Field(max_length=MAX_HTTP_NAME_CHARS)]
 
 
 class CalledFunction(Body):
-    """A past call by the model; `arguments` is JSON. The openai package adds `parsed_arguments`, which has no effect."""
+    """A past call by the model; `arguments` is JSON. `parsed_arguments` of the openai package has no effect."""
 
     name: CalledName
     arguments: Annotated[str, AfterValidator(_arguments)]

@@ -6,13 +6,21 @@ import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import TypeAlias, cast
 
 import structlog
 
 from baton.errors import InvalidRequest, Violation
-from baton.limits import MAX_CHAT_BYTES, MAX_CHAT_MESSAGES, MAX_HTTP_NAME_CHARS, MAX_HTTP_TOOLS, MAX_ROLE_CHARS
+from baton.limits import (
+    MAX_CHAT_BYTES,
+    MAX_CHAT_MESSAGES,
+    MAX_HTTP_NAME_CHARS,
+    MAX_HTTP_TOOLS,
+    MAX_ROLE_CHARS,
+    MAX_STATUS_VIOLATIONS,
+)
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.tokenizer import Tokenizer
 from router.parsing.chat_template import Template, TemplateFailed
@@ -76,14 +84,16 @@ class Chats:
         given = cast("dict[str, object]", _loads(chat.template_kwargs) if chat.HasField("template_kwargs") else {})
         if violations := list(_violations(chat, tools, given)):
             raise InvalidRequest(*violations)
-        template = self._template("tool_use" if tools else "default")
+        with_calls = any(message.tool_calls or message.role == "tool" for message in chat.messages)
+        template = self._template("tool_use" if tools or with_calls else "default")
         if violations := [*_unsupported(chat, tools, template), *self._unknown(given, template)]:
             raise InvalidRequest(*violations)
         continues = chat.continue_final_message
         wanted = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continues
         if chat.reasoning_effort and "reasoning_effort" in template.variables:
             given = {"reasoning_effort": chat.reasoning_effort} | given
-        variables = self._special | given | {"tools": tools or None, "documents": None, "add_generation_prompt": wanted}
+        none = [] if template is self._templates.get("tool_use") else None  # such a template expects a list
+        variables = self._special | given | {"tools": tools or none, "documents": None, "add_generation_prompt": wanted}
         try:
             text = _rendered(template, variables, chat)
             text = _until_mark(text) if continues else text
@@ -105,10 +115,8 @@ class Chats:
     def _unknown(self, given: dict[str, object], template: Template) -> list[Violation]:
         own = template.variables - _GIVEN - self._special.keys()
         text = f"is not a variable of the model's chat template; it has {', '.join(sorted(own)) or 'none'}"
-        wrong = [name[:64] for name in given if name not in own]
-        more = f"; {len(wrong) - _NAMED} more names are no variables either" if wrong[_NAMED:] else ""
-        found = [f"{name!r} {text}" for name in wrong[:_NAMED]]
-        return [Violation("chat.template_kwargs", each) for each in [*found[:-1], *(last + more for last in found[-1:])]]
+        wrong = islice((name[:64] for name in given if name not in own), MAX_STATUS_VIOLATIONS)  # that a client sees
+        return [Violation("chat.template_kwargs", f"{name!r} {text}") for name in wrong]
 
 
 def _until_mark(text: str) -> str:

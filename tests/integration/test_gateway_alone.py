@@ -189,6 +189,25 @@ async def test_usage_throughout_a_stream_of_several_prompts(gateway):
     assert last.usage.total_tokens == 11
 
 
+async def test_choices_begin_in_order(gateway):
+    """The stream helper of the openai package takes the place of a choice from the order of their first chunks."""
+
+    async def script(request):
+        yield {"accepted": pb.Accepted(prompt_tokens=3)}
+        for choice, word in ((2, "two"), (0, "zero"), (1, "one")):
+            yield tokens(choice, 0, [1], word)
+            yield finished(choice, EOS)
+        yield completed(new=3)
+
+    gateway.fake.script = script
+    async with gateway.client.chat.completions.stream(model="m", messages=HELLO, n=3) as stream:
+        chunks = [event.chunk.choices[0] async for event in stream if event.type == "chunk" and event.chunk.choices]
+        done = await stream.get_final_completion()
+    assert [(choice.index, choice.message.content) for choice in done.choices] == [(0, "zero"), (1, "one"), (2, "two")]
+    begun = [chunk.index for chunk in chunks if chunk.delta.role]
+    assert begun == [0, 1, 2]
+
+
 async def test_choices(gateway):
     assert [choice.message.content for choice in (await gateway.chat(n=3)).choices] == ["dog cat"] * 3
     texts = ["", "", ""]

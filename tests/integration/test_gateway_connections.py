@@ -1,6 +1,7 @@
 """Connections to the HTTP gateway that read no answer, end no TLS handshake, send their request too slowly, or wait."""
 
 import asyncio
+import json
 import ssl
 from contextlib import suppress
 from functools import partial
@@ -120,6 +121,28 @@ async def test_a_request_that_arrives_byte_by_byte_is_cut(gateway, monkeypatch, 
             await reader.read()
     writer.close()
     await until(lambda: not open_connections(gateway), "it is closed")
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "code"),
+    [
+        (b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"x" * 20_000, 431, "headers_too_large"),
+        (b"\x00\r\n\r\n", 400, "invalid_http"),
+        (b"GET /health\r\n\r\n", 400, "invalid_http"),
+        (b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: x\r\n\r\n", 400, "invalid_http"),
+    ],
+    ids=["headers without an end", "a zero", "HTTP 0.9", "a length"],
+)
+async def test_a_request_that_is_no_http_has_the_error_body_of_others(gateway, sent, status, code):
+    reader, writer = await asyncio.open_connection(*gateway.address.split(":"))
+    writer.write(sent)
+    async with at_most(20):
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status)
+    assert b"content-type: application/json" in head
+    assert json.loads(body)["error"]["code"] == code
+    writer.close()
+    assert (await gateway.raw("GET", "/health"))[0] == 200
 
 
 async def test_requests_that_the_router_has_not_accepted_are_limited():

@@ -173,7 +173,7 @@ async def test_text_can_have_a_schema(gateway):
         ),
         ({"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "messages[0].content[0].type: is required"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content: must be a list, got 5"),
-        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name: must be 1 to 64 of the characters"),
+        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name: must be 1 to 128 of the characters"),
         ({"tools": [TOOL, {"name": "f", "input_schema": {"type": "null"}}]}, "tools[1].input_schema: must be a JSON"),
         ({"messages": [{"role": "user", "content": [RESULT]}]}, "messages[0].content[0].tool_use_id: must be the id"),
         ({"messages": [{"role": "user", "content": [USE | {"id": "1"}]}]}, "tool_use is not allowed with role user"),

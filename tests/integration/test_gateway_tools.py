@@ -107,6 +107,28 @@ async def test_results_are_sent_back(gateway):
     assert (result.name, said.HasField("name")) == ("weather", False), "some templates want the function's name"
 
 
+@pytest.mark.parametrize("helper", ["parse", "stream", "swarm"])
+async def test_messages_of_helpers_are_sent_back(gateway, helper):
+    """The openai package keeps what it parsed in its messages, and Swarm adds names."""
+    tool = openai.pydantic_function_tool(Weather)
+    gateway.plays(*spoken(SAID.replace('"weather"', '"Weather"')))
+    asked: dict[str, Any] = {"model": "m", "messages": HELLO, "tools": [tool]}
+    if helper == "stream":
+        async with gateway.client.chat.completions.stream(**asked) as stream:
+            message = (await stream.get_final_completion()).choices[0].message.model_dump()
+        assert [call["index"] for call in message["tool_calls"]] == [0, 1]
+    else:
+        message = (await gateway.client.chat.completions.parse(**asked)).choices[0].message.model_dump()
+    assert {"parsed"} < message.keys()
+    assert message["tool_calls"][0]["function"]["parsed_arguments"] == {"city": "Köln"}
+    more = {"sender": "Agent", "tool_name": "Weather"} if helper == "swarm" else {}
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "rain"} for call in message["tool_calls"]]
+    message["parsed"] = {"city": "Köln"}
+    await chat(gateway, [*HELLO, message | more, *(result | more for result in results)], tools=[tool])
+    _, said, *_ = gateway.fake.requests[1].chat.messages
+    assert [(call.name, call.arguments) for call in said.tool_calls] == [("Weather", '{"city": "Köln"}')] * 2
+
+
 async def test_calls_need_no_words(gateway):
     for content in ({}, {"content": None}, {"content": ""}):
         await chat(gateway, [*HELLO, {"role": "assistant", "tool_calls": [called("now", "")], **content}])
@@ -117,7 +139,7 @@ async def test_calls_need_no_words(gateway):
     ("wrong", "param", "says"),
     [
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type", "must be 'function'"),
-        ({"tools": [function("a b")]}, "tools[0].function.name", "1 to 64"),
+        ({"tools": [function("a b")]}, "tools[0].function.name", "1 to 128"),
         ({"tools": [function("x", paramters={})]}, "tools[0].function.paramters", "did you mean parameters"),
         ({"tools": [function("x", parameters={"type": "string"})]}, "tools[0].function.parameters", "of type object"),
         ({"tools": [NOW, NOW]}, "tools[1].function.name", "must be unique"),

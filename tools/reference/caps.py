@@ -141,6 +141,12 @@ CAPS: tuple[Cap, ...] = (
         "requests, or `router.queue.max_requests` if that is more",
         "503 with Retry-After",
     ),
+    Cap(
+        "time of a request, if its client has no shorter deadline",
+        limits.MAX_REQUEST_SECONDS,
+        "seconds",
+        "DEADLINE_EXCEEDED, 504",
+    ),
     Cap("time for the headers of an HTTP request", limits.MAX_HTTP_HEADER_SECONDS, "seconds", "408, then closed"),
     Cap("time for the body of an HTTP request", limits.MAX_HTTP_BODY_SECONDS, "seconds", "408, then closed"),
     Cap("time for a TLS handshake of an HTTP connection", limits.MAX_HTTP_HEADER_SECONDS, "seconds", "closed"),

@@ -62,14 +62,66 @@ def test_what_was_written_is_not_repeated(kind, wrong):
     assert "s3cret" not in str(refused.value)
 
 
-def test_a_megabyte_of_mistakes_is_refused_at_once():
+TURN = {"role": "user", "content": "x"}
+LONG = "must have at most 10000 items, got 500000"
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong", "mistakes"),
+    [
+        (CompletionBody, {f"temperature{number}": number for number in range(40_000)}, 16),
+        (ChatBody, {"messages": [0] * 500_000}, f"messages: {LONG}"),
+        (TokenizeBody, {"messages": [0] * 500_000}, f"messages: {LONG}"),
+        (MessagesBody, {"max_tokens": 1, "messages": [0] * 500_000}, f"messages: {LONG}"),
+        (ResponsesBody, {"input": [0] * 500_000}, f"input: {LONG}"),
+        (
+            ChatBody,
+            {"messages": [TURN], "stop_token_ids": [-1] * 300_000},
+            "body: has 300000 mistakes; only up to 50000 are named",
+        ),
+    ],
+)
+def test_a_megabyte_of_mistakes_is_refused_at_once(kind, wrong, mistakes):
     """Limited processor time, because the router's loop waits."""
-    wrong = {f"temperature{number}": number for number in range(40_000)}
+    data = orjson.dumps({"prompt": "x"} | wrong if kind is CompletionBody else wrong)
     started = time.process_time()
     with pytest.raises(InvalidRequest) as refused:
-        read(**wrong)
-    assert len(refused.value.violations) == 16
+        checked(data, kind)
+    assert mistakes in (len(refused.value.violations), str(refused.value))
     assert time.process_time() - started < scaled(1.0)
+
+
+@pytest.mark.parametrize("size", [64, 128, 129])
+@pytest.mark.parametrize(
+    ("kind", "body", "field", "made"),
+    [
+        (
+            ChatBody,
+            {"messages": [TURN], "tools": [{"type": "function", "function": {}}]},
+            "tools[0].function",
+            chat_job,
+        ),
+        (
+            MessagesBody,
+            {"max_tokens": 1, "messages": [TURN], "tools": [{"input_schema": {}}]},
+            "tools[0]",
+            lambda body: messages_job(body, "", ""),
+        ),
+        (
+            ResponsesBody,
+            {"input": "x", "tools": [{"type": "function"}]},
+            "tools[0]",
+            lambda body: responses_job(body, "", ""),
+        ),
+    ],
+)
+def test_names_of_tools_have_up_to_128_characters(kind, body, field, made, size):
+    """The limit of Anthropic, and of OpenAI's Responses."""
+    [tool] = body["tools"]
+    named = {"function": {"name": "n" * size}} if kind is ChatBody else {"name": "n" * size}
+    job, error = outcome(lambda: made(checked(orjson.dumps(body | {"tools": [tool | named]}), kind)), InvalidRequest)
+    assert (error is None) == (size <= 128)
+    assert job is not None or "must be 1 to 128 of the characters A-Z a-z 0-9 _ -" in str(error)
 
 
 @pytest.mark.parametrize(("levels", "fits"), [(200, True), (300, False), (1000, False)])

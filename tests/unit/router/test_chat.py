@@ -210,6 +210,25 @@ async def test_of_several_templates_the_one_for_tools_is_taken(tmp_path):
     assert [each.tool_form for each in (chats, Chats.of(OracleTokenizer()), Chats({}, {}))] == ["hermes", "", ""]
 
 
+@pytest.mark.parametrize("turn", CALLED[1:], ids=["call", "result"])
+async def test_the_template_for_tools_renders_past_calls_without_tools(tmp_path, turn):
+    of_tools = "{% for each in tools %}{% endfor %}{{ tools }}{{ messages[0].tool_calls | length }} calls"
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": of_tools}]
+    chats = Chats.of(model(tmp_path, named))
+    assert await chats.prompt(chat(turn)) == f"[]{len(turn.tool_calls)} calls"
+    (tmp_path / "one").mkdir()
+    chats = Chats.of(model(tmp_path / "one", of_tools.replace("tools %}", "tools or [] %}")))
+    assert await chats.prompt(chat(turn)) == f"None{len(turn.tool_calls)} calls", "as transformers renders it"
+
+
+async def test_the_first_unknown_variables_are_named(tmp_path):
+    """A body of 1 MiB has 110,000 of them."""
+    asked = chat(("user", "x"), template_kwargs=json.dumps({f"y{number}": 1 for number in range(1000)}))
+    with pytest.raises(InvalidRequest) as caught:
+        await Chats.of(model(tmp_path, "{{ messages }}{{ x }}")).prompt(asked)
+    assert [each.description[:4] for each in caught.value.violations] == [f"'y{number}'" for number in range(8)]
+
+
 async def test_templates_of_own_files_are_chosen_as_transformers_does(tmp_path):
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | length }} old"}]
     more = tmp_path / "additional_chat_templates"
