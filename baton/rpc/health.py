@@ -28,12 +28,12 @@ class Health(health_pb2_grpc.HealthServicer):
         """Report that no service is served any more."""
         self._serving = dict.fromkeys(self._serving, False)
 
-    async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> Status:  # type: ignore[override]
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> Status:
         if request.service not in self._serving:
             await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
         return self._status(request.service)
 
-    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:  # type: ignore[override]
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
         """Send the status, and then each change of it, until the call ends."""
         last = None
         while True:

@@ -4,12 +4,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 from baton.cli.cluster.operator import Operator
 from baton.cli.target import Admins
+from baton.client.types import ClusterStatus
 from baton.clock import SystemClock
 from baton.control_plane import Slot
 from baton.core import Incarnation, Role, WorkerInfo, WorkerRef
@@ -213,6 +214,29 @@ async def test_a_redis_that_is_away_costs_the_status_nothing_but_that(router, op
     assert (await call(operator.status)).control is None
     with pytest.raises(BatonError):
         await call(operator.restart)
+
+
+async def test_the_age_of_a_decision_counts_until_the_report(board, operator):
+    now = SystemClock().wall()
+    decision = Decision(at=now - 120, kind="plan", text="x")
+    await board.put_control(ControlReport(plan=first_plan(1, 1), at=now - 100, decisions=(decision,)), 60.0)
+    (shown,) = (await call(operator.status)).control.decisions
+    assert shown.age_s == pytest.approx(20)
+
+
+async def test_a_frozen_router_is_passed_over_for_the_status_only(router, board, monkeypatch):
+    admins, started = Admins(["127.0.0.1:1", router.admin]), Admins.status
+
+    def status(self: Admins, address: str) -> ClusterStatus:
+        if address != router.admin:
+            raise DeadlineExceeded("no answer")
+        return started(self, address)
+
+    monkeypatch.setattr(Admins, "status", status)
+    monkeypatch.setattr(Admins, "call", Mock(side_effect=DeadlineExceeded("no answer")))
+    assert (await call(Operator(admins).status)).workers
+    with pytest.raises(DeadlineExceeded):  # the router may have done it
+        await call(Operator(admins).restart)
 
 
 async def test_a_router_is_on_the_board_until_it_goes(router, board):

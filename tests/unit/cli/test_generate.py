@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -15,7 +16,7 @@ from baton.cli.requests import generate as command
 from baton.cli.requests.generate import latency, parse_show, placed, stream_answer
 from baton.client._accumulator import Fold
 from baton.cluster.state_dir import ClusterState, ProcessId, StateFolder
-from baton.errors import EngineFault, InvalidRequest, NoWorker
+from baton.errors import ConfigError, EngineFault, InvalidRequest, NoWorker
 from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import inference_pb2 as inference
 
@@ -153,6 +154,15 @@ def test_kv_lengths_are_those_of_the_workers(capsys):
     ]
     with pytest.raises(EngineFault, match="kv_lengths: must be numbers and ranges of them, got '5-x'"):
         stream_answer(kv_stream("5-x"), "x", {}, {"kv"}, as_json=False)  # type: ignore[arg-type]
+
+
+def test_a_receipt_that_cannot_be_written_is_an_error_of_its_option(tmp_path, monkeypatch):
+    monkeypatch.setattr("baton.receipts.form.with_prompt", lambda *_: "a receipt")
+    for file in (tmp_path / "missing" / "r.json", tmp_path):
+        stream: Any = thinking()
+        stream.tokenize = lambda text: [1]
+        with pytest.raises(ConfigError, match=f"^--receipt: cannot write {file}: (No such file|Is a directory)"):
+            stream_answer(stream, "x", {}, set(), receipt=file, as_json=False)
 
 
 def test_thinking_while_decoding_is_an_option(monkeypatch):

@@ -144,8 +144,8 @@ def test_a_handoff_and_a_move_carry_the_final_state(model, answers):
 def test_a_failed_forward_with_unverified_candidates_ends_its_own_request_only(model):
     """The last block may hold candidates, which no hash covers."""
     engine, backend = made(model, exact=False), type(model[0])
-    block, spec = engine.layout.block_size, spec_of(numbers(random.Random(4), 20, 250), deterministic=True, max_tokens=40)
-    engine.submit(key_of(), spec)
+    block, prompt = engine.layout.block_size, numbers(random.Random(4), 20, 250)
+    engine.submit(key_of(), spec_of(prompt, deterministic=True, max_tokens=40))
     request = engine._requests[key_of()]
     while request.sequence.known // block <= len(request.choice.tokens) // block:
         engine.step()
