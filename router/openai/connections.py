@@ -139,6 +139,10 @@ class TlsListener:
         for task in (self._task, *self.handshakes):
             task.cancel()
 
+    async def wait_closed(self) -> None:
+        """Wait, after `close`, until nothing is accepted any more. uvicorn calls this as that of asyncio's servers."""
+        await asyncio.gather(self._task, *self.handshakes, return_exceptions=True)
+
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
