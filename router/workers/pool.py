@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from baton.clock import Clock
-from baton.core import BlockCounts, Channel, Incarnation, Load, Role, WorkerInfo, WorkerRef
+from baton.core import BlockCounts, Channel, Incarnation, Load, Role, SequenceSpec, WorkerInfo, WorkerRef
 from baton.errors import NoWorker, Overloaded, Violation
 from baton.ledger.control_state import RouterReport, WorkerDemand
 from baton.ledger.prefix_index import PrefixIndex
@@ -106,6 +106,7 @@ class WorkerPool:
         self._seen: dict[WorkerRef, float] = {}
         self._typical = TypicalRequest()
         self._turn = self._awaited = 0
+        self._even = True  # all workers have the same context
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -141,6 +142,8 @@ class WorkerPool:
         snapshot, (keep, spec, determinism, *_) = self._fleet.snapshot(), requirements
         snapshot.chunk, snapshot.slo_itl_s = self._options.chunk, min(self._options.slo_itl_s, itl_s)
         self._fleet.hide(avoid)
+        if spec is not None and not self._even:
+            self._fleet.hide(self._too_short(spec))
         if requirements.capability is not None and not self.can_serve(requirements):
             return None
         if not snapshot.has_capacity(tokens):
@@ -157,6 +160,14 @@ class WorkerPool:
         if self._options.local_prefill and (faster := local_prefill_if_faster(snapshot, ask, pair)) is not None:
             return self._placed(ask, None, faster.decode, faster.ttft_s)
         return self._placed(ask, pair.prefill, pair.decode, pair.ttft_s if kept is None else 0.0)
+
+    def _too_short(self, spec: SequenceSpec) -> Iterator[WorkerRef]:
+        """Yield workers whose context ends before the answer may, unless that holds for all of their role."""
+        needed = len(spec.prompt) + spec.sampling.max_tokens
+        for role in Role:
+            links = self._usable(role)
+            if any(link.info.max_model_len >= needed for link in links):
+                yield from (link.info.ref for link in links if link.info.max_model_len < needed)
 
     def outlook(self, tokens: int, requirements: Requirements) -> tuple[list[Seat], list[Seat]]:
         """Return the usable prefill and decode workers as forecasts see them."""
@@ -346,6 +357,7 @@ class WorkerPool:
                 self._add(link)
                 if reason := self.misfit(link):
                     log.warning("worker_does_not_fit", worker=info.ref, reason=reason)
+        self._even = len({link.info.max_model_len for link in self._links.values()}) < 2
         for ref, link in list(self._links.items()):
             await self._check(ref, link, now - self._seen[ref])
 

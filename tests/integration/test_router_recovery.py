@@ -6,6 +6,7 @@ workers die. Without any prefill worker, decode workers compute prompts themselv
 """
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -272,6 +273,28 @@ async def test_the_worker_that_holds_the_kv_is_taken_though_another_one_is_idle(
     await answered(cluster, call)
     assert attempts_of(prefill, "prefill", "repush") == [("prefill", 1), ("repush", 3)]
     assert cluster.prefill[1].commands == []
+
+
+async def test_an_answer_does_not_move_to_a_worker_whose_context_it_may_exceed_beside_one_with_room(make):
+    """The small worker joined after the request had been accepted."""
+    cluster = await make(decode=2)
+    call = await at(cluster, "decoding")
+    first, second = cluster.decode
+    small = FakeWorker(Role.DECODE, "decode-2", 300)
+    small.info = replace(small.info, max_model_len=len(PROMPT) + len(ANSWER) - 1)
+    await cluster.joined(small)
+    second.load_fields = {"running": 3}
+    second.emit()
+    await until(lambda: {link.view.load.running for link in cluster.links if link.usable} == {0, 3}, "told")
+    await until(lambda: sum(link.usable for link in cluster.links) == 4, "connected")
+    second.open("decode")
+    await first.kill()
+    done = await finishes(cluster, call, "decode_lost")
+    assert done.placement.decode_worker == "decode-1"
+    cluster.infos = [worker.info for worker in cluster.workers if worker not in (first, second)]
+    await second.kill()
+    await until(lambda: sum(link.usable for link in cluster.links) == 2, "only the small one is left")
+    assert len(ids_of(await cluster.generate(max_tokens=2))) == 2, "all are small"
 
 
 async def test_a_reserve_names_the_full_blocks_of_what_is_known(cluster):
