@@ -422,7 +422,9 @@ class ChatBody(Common):
     top_logprobs: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_HTTP_TOOLS)] | None = None
-    tool_choice: Annotated[Any, AfterValidator(_tool_choice), WithJsonSchema({"type": ["string", "object"]})] = None
+    tool_choice: Annotated[
+        Any, AfterValidator(_tool_choice), WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]})
+    ] = None
     parallel_tool_calls: bool | None = None
     # vLLM's
     chat_template_kwargs: dict[str, Any] | None = None

@@ -92,8 +92,8 @@ class Chats:
         wanted = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continues
         if chat.reasoning_effort and "reasoning_effort" in template.variables:
             given = {"reasoning_effort": chat.reasoning_effort} | given
-        none = [] if template is self._templates.get("tool_use") else None  # such a template expects a list
-        variables = self._special | given | {"tools": tools or none, "documents": None, "add_generation_prompt": wanted}
+        tools = tools or ([] if template is self._templates.get("tool_use") else None)  # that one expects a list
+        variables = self._special | given | {"tools": tools, "documents": None, "add_generation_prompt": wanted}
         try:
             text = _rendered(template, variables, chat)
             text = _until_mark(text) if continues else text

@@ -28,11 +28,6 @@ SECTIONS = {  # part of the page: the keys of the cluster file in it
 }
 SAME_AS = {"decode": "prefill"}
 LARGEST_SIZE = 2**50
-VALUES = {  # of the fields that a validator parses, which the schema does not show
-    "prompt": "string or list",
-    "stop": "string or list of string",
-    "tool_choice": "string or mapping",
-}
 UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
@@ -65,7 +60,7 @@ def _keys(schema: Tree, names: tuple[str, ...]) -> str:
 
 def _fields(schema: Tree) -> str:
     rows = (row for name, field in schema.root["properties"].items() for row in schema.rows(name, field))
-    return table(("field", "value"), ((name, VALUES.get(name.strip("`"), kind)) for name, kind, *_ in rows))
+    return table(("field", "value"), ((name, kind) for name, kind, *_ in rows))
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ class Text(_Block):
     citations: list[None] | None = None
 
 
-Texts: TypeAlias = Annotated[list[Text], BeforeValidator(_as_blocks)]
+Texts: TypeAlias = Annotated[list[Text], BeforeValidator(_as_blocks, json_schema_input_type=str | list[Text])]
 
 
 class Thinking(_Block):
@@ -65,7 +65,7 @@ class Turn(Body):
     """A message of the conversation."""
 
     role: Literal["user", "assistant"]
-    content: Annotated[list[Block], BeforeValidator(_as_blocks)]
+    content: Annotated[list[Block], BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block])]
 
     @model_validator(mode="after")
     def _kinds_fit(self) -> Turn:

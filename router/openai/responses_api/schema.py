@@ -145,7 +145,14 @@ class ResponsesBody(Body):
     tags = frozenset({"message", "function_call", "function_call_output", "reasoning"})
 
     model: str | None = None
-    input: Annotated[list[Item], Field(min_length=1, max_length=MAX_CHAT_MESSAGES), BeforeValidator(_as_items)]
+    input: Annotated[
+        list[Item],
+        Field(min_length=1, max_length=MAX_CHAT_MESSAGES),
+        BeforeValidator(
+            _as_items,
+            json_schema_input_type=str | Annotated[list[Item], Field(min_length=1, max_length=MAX_CHAT_MESSAGES)],
+        ),
+    ]
     instructions: str | None = None
     max_output_tokens: Int32 | None = None
     temperature: float | None = None
