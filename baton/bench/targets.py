@@ -20,6 +20,8 @@ _BY_CODE: dict[str, type[BatonError]] = {  # codes that say more than the status
     "no_worker": errors.NoWorker,
     "worker_lost": errors.WorkerLost,
     "overloaded": errors.Overloaded,
+    "promise_refused": errors.PromiseRefused,
+    "rate_limit_exceeded": errors.RateLimited,
     "deadline_exceeded": errors.DeadlineExceeded,
 }
 _BY_STATUS: dict[int, type[BatonError]] = {
@@ -63,7 +65,10 @@ class HttpServer:
             if reply.is_error:
                 raise _refused(reply.status_code, reply.content, reply.headers)
             entries = reply.json()["data"]
-            return [Model(each["id"], each.get("max_model_len") or 0, each.get("vocab_size") or 0) for each in entries]
+            found = [Model(each["id"], each.get("max_model_len") or 0, each.get("vocab_size") or 0) for each in entries]
+            for model in found[:1]:  # it is measured if none is named, and other servers need a name
+                self._body.setdefault("model", model.id)
+            return found
         except httpx2.HTTPError as error:
             raise _lost(error) from error
         except (ValueError, KeyError, TypeError) as error:

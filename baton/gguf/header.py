@@ -48,7 +48,8 @@ class GgufHeader:
 
     def floats(self, name: str) -> list[float]:
         """Return a small float32 tensor."""
-        info = self.tensors[name]
+        if (info := self.tensors.get(name)) is None:
+            raise self.error(name, "is missing")
         if info.kind != "F32":
             raise self.error(name, f"has type {info.kind}, expected F32")
         if info.nbytes > 4 * MAX_GGUF_FLOATS:

@@ -128,7 +128,8 @@ async def test_over_http(gateway: Alone, server: Talking):
     assert (found["prompt_tokens"], found["completion_tokens"], found["messages"]) == (18, 12, 12)
     assert 0 < found["ttft_ms"]["p50"] <= found["e2e_ms"]["p50"]
     requests = gateway.fake.requests
-    assert [(len(each.token_ids.ids), each.sampling.max_tokens, each.model) for each in requests] == [(8, 3, "")] * 6
+    asked_for = [(len(each.token_ids.ids), each.sampling.max_tokens, each.model) for each in requests]
+    assert asked_for == [(8, 3, "org/tiny")] * 6, "other servers need a model"
     assert all(each.sampling.ignore_eos and not each.deterministic for each in requests)
     asked = {tuple(each.token_ids.ids) for each in requests}
     assert len(asked) == 6
@@ -136,7 +137,8 @@ async def test_over_http(gateway: Alone, server: Talking):
     assert {tuple(each.token_ids.ids) for each in server.requests} == asked, "the same seed asks the same over both"
 
 
-ERRORS = ["Overloaded", "NoWorker", "WorkerLost", "InvalidRequest", "Unauthenticated", "UnknownModel", "EngineFault"]
+ERRORS = ["PromiseRefused", "RateLimited", "Overloaded", "NoWorker", "WorkerLost", "InvalidRequest"]
+ERRORS += ["Unauthenticated", "UnknownModel", "EngineFault"]
 
 
 @pytest.mark.parametrize(

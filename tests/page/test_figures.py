@@ -75,6 +75,18 @@ def test_what_a_chart_draws_and_says(fed, title):
     expect(found.locator("tbody tr")).to_have_text(rows)
 
 
+def test_a_clock_that_was_set_back_does_not_stop_a_chart(fed):
+    def back(said: dict[str, Any]) -> None:
+        said["time_s"] -= 600
+        rates(77, 5)(said)
+
+    page = fed(rates(1000, 0), rates(2000, 0), back)
+    found = page.locator("figure.chart").filter(has=page.get_by_role("heading", name="Tokens per second", exact=True))
+    expect(found.locator(".key")).to_have_text(["output 77", "prompt 5.0"])
+    found.locator("summary").click()
+    expect(found.locator("tbody tr")).to_have_text(["now775.0"])
+
+
 def test_blocks_that_add_up_give_no_warning(fed):
     page = fed(blocks("decode", owned=0), blocks("decode"))
     for role in ("prefill", "decode"):
@@ -135,6 +147,20 @@ def test_rejections_with_one_reason_share_a_line_and_others_stay(fed):
     lines = ["Overloaded: wait 2 s (2 times)", "fault …6bc739b7", f"{WRONG} (4 times)", "gone"]
     expect(page.locator("#happenings .text")).to_have_text(lines)
     expect(page.locator("#happenings li").nth(1)).to_have_attribute("title", f"request {long_id}")
+
+
+def test_a_router_that_is_back_sends_its_events_again_without_effect(fed):
+    """Routers behind one address: each sends all that it keeps to a new watcher."""
+
+    def of(router: str, *events: dict[str, Any]) -> Change:
+        return lambda said: (said["status"].update(router_id=router), said.update(happenings=list(events)))  # type: ignore[return-value]
+
+    first = rejected(1, "InvalidRequest: n (3 times)"), rejected(2, "gone", "", "left")
+    page = fed(of("router-a", *first), of("router-b", rejected(3, "fault", "x", "failed")), of("router-a", *first))
+    expect(page.locator("#happenings li[data-kind=router]")).to_have_count(2)
+    expect(page.locator("#happenings li:not([data-kind=router]) .text")).to_have_text(
+        ["fault x", "gone", f"{WRONG} (3 times)"]
+    )
 
 
 def test_on_a_phone_the_prompt_comes_after_the_figures_and_on_a_desk_workers_fill_their_row(fed):

@@ -94,18 +94,20 @@ class LogFile:
         """Return the last `most` lines (None for all) that `takes` accepts, back to `since`. `more` continues there."""
         found: list[Line] = []  # newest first, like `pending`
         pending: list[str] = []  # lines without events, which get the time of the event before them
+        oldest: float | None = None
         for text in self._backwards():
             line = parse(text, self.process, -1.0)
             if line.at < 0:
                 pending.append(text)
                 continue
             self._at = self._at or line.at  # of the newest event, which is read first
+            oldest = line.at
             found += filter(takes, [*(Line(line.at, self.process, each) for each in pending), line])
             pending.clear()
             if line.at < since or (most is not None and len(found) >= most):
                 break
         else:
-            first = found[-1].at if found else self._written()
+            first = self._written() if oldest is None else oldest
             found += filter(takes, [Line(first, self.process, each) for each in pending])
         return found[:most][::-1]
 

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from baton.cli.options import AdminTarget, ClusterName, Json, Tls
 from baton.core import first_line, sizes_text
-from baton.errors import BatonError, NoWorker
+from baton.errors import BatonError
 
 if TYPE_CHECKING:
     from baton.client.types import ClusterStatus, Control, WorkerStatus
@@ -65,13 +65,17 @@ def top(name: ClusterName = None, target: AdminTarget = None, tls: Tls = None, i
 
 
 def repeat(show: Callable[[], None]) -> None:
-    """Print the status repeatedly until KeyboardInterrupt. A router that is being replaced is waited for."""
+    """Print the status repeatedly until KeyboardInterrupt or an error that a retry cannot change."""
+    from baton.cli.inspect.top.feed import PERMANENT
+
     screen = Console()
     while True:
         screen.clear()  # does nothing without a terminal
         try:
             show()
-        except NoWorker as error:
+        except PERMANENT:
+            raise
+        except BatonError as error:  # a router that is slow, or is being replaced
             typer.echo(str(error))
         time.sleep(WATCH_S)
 

@@ -56,7 +56,7 @@ def trace(
 
 
 def find(request: str, name: str | None, target: str | None, tls: Path | None) -> FoundTrace:
-    """Return the trace from any router that has it; without a request id, the one that began last."""
+    """Return the trace from any router that has it; without a request id, the one that ended last."""
     from baton.cli.target import Admins
     from baton.rpc.convert import span_from_pb
     from baton.rpc.v1 import admin_pb2
@@ -76,7 +76,7 @@ def find(request: str, name: str | None, target: str | None, tls: Path | None) -
             failures.append(error)
     if not found:
         raise next((one for one in failures if not isinstance(one, InvalidRequest)), failures[0])
-    return max(found, key=lambda one: one.spans[0].start_s if one.spans else 0.0)
+    return max(found, key=lambda one: max((span.start_s + span.duration_s for span in one.spans), default=0.0))
 
 
 def plain(spans: Sequence[Span]) -> list[dict[str, object]]:

@@ -20,6 +20,9 @@ def profile(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     name: ClusterName = None,
     target: Target = None,
     admin: Annotated[str | None, typer.Option(help="with --target: a router's admin address")] = None,
+    tensor_parallel: Annotated[
+        int | None, typer.Option(min=1, help="with --target: the devices of each worker, which it does not report")
+    ] = None,
     token: Token = None,
     tls: Tls = None,
     as_json: Json = False,
@@ -39,7 +42,7 @@ def profile(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     from baton.cli.sizing.profile_live import profile_live
     from baton.cli.target import Router
 
-    profile_live(Router(name, target, 120.0, token, tls), admin, live, seconds, as_json=as_json)
+    profile_live(Router(name, target, 120.0, token, tls), admin, live, seconds, tensor_parallel, as_json=as_json)
 
 
 def plan(  # noqa: PLR0913, PLR0917 (each is an option of the command)

@@ -146,7 +146,9 @@ def _site(options: PlanOptions, config: ClusterConfig | None) -> Site:
         _check_kind(site.profile, config, os.environ)
     goals = Slo(config.slo.ttft_ms / 1e3, config.slo.itl_ms / 1e3) if config is not None else site.slo
     if config is not None:
-        site = replace(site, prefill=_pool(config.prefill), decode=_pool(config.decode), router=_router(config))
+        decode = _pool(config.decode)
+        prefill = replace(_pool(config.prefill), block_size=decode.block_size)  # simulated pools have equal blocks
+        site = replace(site, prefill=prefill, decode=decode, router=_router(config))
     for name, value in (("ttft_ms", options.ttft_ms), ("itl_ms", options.itl_ms)):
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')}: must be milliseconds, a number above 0, got {value:g}")

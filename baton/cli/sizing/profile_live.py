@@ -37,16 +37,23 @@ LEAST_MODEL_LEN = SHORT + 4 * DECODED  # prompt and tokens of a request that dec
 SETTLE_S = 10.0
 
 
-def profile_live(router: Router, admin: str | None, out: Path, seconds: float, *, as_json: bool) -> None:
-    """Measure for about `seconds`, and write the profile to `out`. Raises NoWorker, ConfigError."""
+def profile_live(
+    router: Router, admin: str | None, out: Path, seconds: float, tensor_parallel: int | None, *, as_json: bool
+) -> None:
+    """Measure for about `seconds`, and write the profile to `out`. `admin` and `tensor_parallel` are those of a cluster
+    at `router.target`. Raises NoWorker, ConfigError.
+    """
     running = None if router.target else find_cluster(router.name)
     if running is None and admin is None:
         raise ConfigError("--admin: must be a router's admin address where --target is given")
+    if (running is None) != (tensor_parallel is not None):
+        text = "the devices of each worker where --target is given, because the plan counts them, and else left out"
+        raise ConfigError(f"--tensor-parallel: must be {text}")
     given, address = Credentials.find(running, router.tls), from_here(running.admin) if running else str(admin)
     status = AsyncClient(address, admin=address, token=given.token, tls=given.wire, timeout=10.0)
-    tensor_parallel = one_size(load_config(StateFolder(running.name).config)) if running else 1
+    size = tensor_parallel or one_size(load_config(StateFolder(str(running and running.name)).config))
     live = Live(router.async_client(max_retries=0), status, SystemClock(), Console(stderr=True))
-    found = asyncio.run(live.whole(seconds, tensor_parallel, out.stem))
+    found = asyncio.run(live.whole(seconds, size, out.stem))
     try:
         out.write_text(found.model_dump_json(indent=1, exclude_defaults=True) + "\n")
     except OSError as error:

@@ -172,6 +172,7 @@ class Checkpoint:
         return self._wide[name]
 
     def dtype(self, name: str) -> str:
+        self._file(name)  # raises CheckpointError
         return self._dtypes[name]
 
     def metadata(self, name: str) -> str:

@@ -20,7 +20,8 @@ export class Charts {
   }
 
   show(view) {
-    if (view.time_s - this.last < STEP_S * 0.9) return;
+    const passed = view.time_s - this.last;
+    if (passed >= 0 && passed < STEP_S * 0.9) return;
     this.last = view.time_s;
     for (const chart of this.charts) chart.add(view);
   }
@@ -45,6 +46,7 @@ class Chart {
   }
 
   add(view) {
+    this.points = this.points.filter(([time_s]) => time_s < view.time_s); // the clock may have been set back
     this.points.push([view.time_s, ...this.lines.map(([, value]) => value(view))]);
     while (this.points[0][0] < view.time_s - KEPT_S) this.points.shift();
     this.draw();

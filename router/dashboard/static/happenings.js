@@ -15,7 +15,6 @@ export class Happenings {
   show({ happenings, status }) {
     if (this.router && this.router !== status.router_id) {
       this.add({ time_s: Date.now() / 1000, kind: "router", text: `connected to another router: ${status.router_id}` });
-      this.known.clear();
     }
     this.router = status.router_id;
     for (const one of happenings) {
@@ -23,7 +22,7 @@ export class Happenings {
       if (!this.known.has(key)) this.add(one);
       this.known.add(key);
     }
-    if (this.known.size > 10 * MOST) this.known = new Set([...this.known].slice(-2 * MOST));
+    if (this.known.size > 10 * MOST) this.known = new Set([...this.known].slice(-5 * MOST)) // a router sends at most 300 again;
   }
 
   add({ time_s, kind, text, worker_id, request_id }) {

@@ -102,6 +102,9 @@ def test_what_is_no_event_is_as_old_as_the_event_before_it(tmp_path):
     said = json.loads(lines[2].as_json())
     assert (said["process"], said["event"], said["text"]) == ("decode-0", "output", trace[0])
     assert datetime.fromisoformat(said["timestamp"]).timestamp() == BEGIN + 5
+    path = write(tmp_path / "decode-1.log", "early", event(5, "hidden"))
+    (early,) = LogFile(path).last(lambda line: "early" in line.text, 0.0, None)
+    assert early.at == BEGIN + 5, "also of an event that is not shown"
     path = write(tmp_path / "redis.log", "no", "event")
     os.utime(path, (BEGIN, BEGIN))
     times = [line.at for line in LogFile(path).last(LogFilter().takes, 0.0, None)]

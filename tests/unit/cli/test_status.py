@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -16,9 +17,10 @@ from baton.cli import target
 from baton.cli.inspect import block_census as census_command
 from baton.cli.inspect import status as command
 from baton.cli.inspect.block_census import Problem, problems
+from baton.cli.inspect.trace import find as find_trace
 from baton.cluster.state_dir import ClusterState, ProcessId
 from baton.core import LEFT_OUT, BlockCounts, HandoffId, Incarnation, Load, Role, WorkerRef
-from baton.errors import NoWorker
+from baton.errors import DeadlineExceeded, NoWorker, PermissionDenied
 from baton.rpc import convert
 from baton.rpc.v1 import admin_pb2, common_pb2, worker_pb2_grpc
 from baton.worker.block_census import Census, Held, Holding, count, to_pb
@@ -195,11 +197,24 @@ def test_the_table_fits_the_terminal(width, hidden):
 
 
 def test_watching_goes_on_until_it_is_interrupted(capsys, monkeypatch):
-    show = Mock(side_effect=[None, NoWorker("being replaced"), None])
+    show = Mock(side_effect=[None, NoWorker("being replaced"), DeadlineExceeded("slow")])
     monkeypatch.setattr(time, "sleep", Mock(side_effect=[None, None, KeyboardInterrupt]))
     with pytest.raises(KeyboardInterrupt):
         command.repeat(show)
-    assert (show.call_count, capsys.readouterr().out) == (3, "being replaced\n")
+    assert (show.call_count, capsys.readouterr().out) == (3, "being replaced\nslow\n")
+    with pytest.raises(PermissionDenied):
+        command.repeat(Mock(side_effect=PermissionDenied("an admin's token is required")))
+
+
+def test_without_an_id_the_trace_is_that_of_the_request_that_ended_last(monkeypatch):
+    def reply(name: str, *times: tuple[float, float]) -> admin_pb2.TraceReply:
+        spans = [common_pb2.Span(name="decode", start_s=start, duration_s=took) for start, took in times]
+        return admin_pb2.TraceReply(request_id=name, spans=spans)
+
+    replies = {"a": reply("short", (5, 1)), "b": reply("long", (0, 29), (29, 1)), "c": reply("none")}
+    admins = SimpleNamespace(started=[*replies], call=lambda admin, method: replies[admin])
+    monkeypatch.setattr("baton.cli.target.Admins.find", lambda *_: admins)
+    assert find_trace("", None, None, None).request_id == "long"
 
 
 # --- the census: unaccounted blocks and handoffs

@@ -243,6 +243,14 @@ def header_of(**metadata: Any) -> GgufHeader:
     return GgufHeader(path, found, {"token_embd.weight": TensorInfo(path, "F32", (64, 96), 0, 24576)})
 
 
+def test_a_missing_tensor_is_named(tmp_path: Path):
+    with pytest.raises(CheckpointError, match=r"^m.gguf: rope_factors_long.weight is missing"):
+        header_of().floats("rope_factors_long.weight")
+    random_checkpoint(tmp_path, "llama")
+    with pytest.raises(CheckpointError, match="tensor ups is missing"):
+        Checkpoint(tmp_path).dtype("ups")
+
+
 @pytest.mark.parametrize(
     ("keys", "scaling"),
     [

@@ -72,7 +72,7 @@ def test_json_has_the_plan_and_all_that_was_tried(fake, file):
 def test_the_cluster_file_says_goals_pools_and_bounds_and_is_tried_as_it_is(fake, file, tmp_path):
     cluster = tmp_path / "c.yaml"
     cluster.write_text(
-        "model: {path: oracle}\nslo: {ttft_ms: 300, itl_ms: 30}\nprefill: {replicas: 3, block_size: 32}\n"
+        "model: {path: oracle}\nslo: {ttft_ms: 300, itl_ms: 30}\nprefill: {replicas: 3, block_size: 256}\n"
         "decode: {max_running: 9, block_size: 32}\nrouter: {local_prefill: never, queue: {max_requests: 5}}\n"
     )
     found = planned("--profile", file, *LOAD, "-c", cluster, "--set", "decode.replicas=2", "--ttft-ms", 250)

@@ -371,6 +371,14 @@ def test_a_running_cluster_is_as_it_is(args, got):
     assert str(done.exception).endswith(f"got {got}")
 
 
+@pytest.mark.parametrize("args", [("--target", "h:1", "--admin", "h:2"), ("--name", "n", "--tensor-parallel", 2)])
+def test_the_devices_of_a_worker_are_given_where_the_cluster_file_is_elsewhere(monkeypatch, args):
+    monkeypatch.setattr("baton.cli.sizing.profile_live.find_cluster", lambda name: name)
+    done = CliRunner().invoke(app, ["profile", "--live", "p.json", *map(str, args)])
+    assert isinstance(done.exception, ConfigError)
+    assert str(done.exception).startswith("--tensor-parallel: must be the devices of each worker")
+
+
 def test_only_gaps_in_which_all_decoded_count():
     """The second stream lasts from 1.0 to 1.3. Before and after it, fewer rows decoded."""
     first = Seen(0.0, [0.1, 0.2, 1.0, 1.1, 1.2, 1.3, 9.0])
