@@ -8,6 +8,7 @@ Measured once for each processor, level, thread count, torch and model shape, an
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -55,7 +56,7 @@ def chosen(path: Path, measure: Callable[[], Seconds]) -> str:
     seconds = measure()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(".part")
+        scratch = path.with_suffix(f".{os.getpid()}.part")  # another process may write it, too
         scratch.write_text(json.dumps(dict(seconds), indent=1))
         scratch.replace(path)
     except OSError as error:  # a full disk: the next start measures again

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -365,6 +366,6 @@ def load_passes(path: Path) -> VerifyShapeTimes | None:
 def save_passes(path: Path, passes: VerifyShapeTimes) -> None:
     """Write the measurements atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(".part")
+    scratch = path.with_suffix(f".{os.getpid()}.part")  # another process may write it, too
     scratch.write_text(json.dumps(asdict(passes), indent=1))
     scratch.replace(path)

@@ -1,11 +1,13 @@
 """The kernels on this processor: compiled once, no crash where that is impossible, and the files of `baton profile`."""
 
+import errno
 import json
 import os
 import stat
 import subprocess
 import sys
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -61,6 +63,16 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
     broken.chmod(broken.stat().st_mode | stat.S_IEXEC)
     monkeypatch.setenv("CC", str(broken))
     with pytest.raises(Unavailable, match="it is a teapot"):
+        load_library("f32", tmp_path / "kernels")
+
+
+@pytest.mark.usefixtures("able")
+@pytest.mark.parametrize("text", ["exit 0\n", "#!/bin/sh\nexit 0\n"], ids=["no program", "no output"])
+def test_what_is_no_compiler_is_no_reason_to_end(monkeypatch, tmp_path, text):
+    (tmp_path / "cc").write_text(text)
+    (tmp_path / "cc").chmod(0o755)
+    monkeypatch.setenv("CC", str(tmp_path / "cc"))
+    with pytest.raises(Unavailable, match="cannot be compiled or loaded"):
         load_library("f32", tmp_path / "kernels")
 
 
@@ -138,6 +150,12 @@ def test_it_is_compiled_once(monkeypatch, tmp_path):
     assert set(tmp_path.iterdir()) == {library, library.with_suffix(".lock")}
     assert library.stat().st_mtime_ns == before
     assert not os.access(tmp_path / "kernels.o", os.F_OK)
+    cut = tmp_path / "other" / library.name
+    cut.parent.mkdir()
+    cut.write_bytes(b"")
+    monkeypatch.setattr(compiler.fcntl, "flock", Mock(side_effect=OSError(errno.ENOSYS, "no locks here")))
+    load_library("f32", cut.parent)
+    assert cut.stat().st_size > 0, "a file that a crash has cut is compiled again"
 
 
 def test_the_processor_is_read_off_linux(tmp_path):

@@ -76,10 +76,14 @@ def load_library(element: str, folder: Path | None = None) -> ctypes.CDLL:
 
     with suppress(OSError):  # it is not there, or needs a newer C library
         return ctypes.CDLL(str(_packaged(PACKAGED, element, level)), mode=os.RTLD_NOW)
-    path = _path(folder or baton_home() / "kernels", element, level)
     try:
-        if not path.is_file():
-            _compile(path, _flags(element, level))
+        path = _path(folder or baton_home() / "kernels", element, level)
+        broken = 0
+        if path.is_file():
+            with suppress(OSError):
+                return ctypes.CDLL(str(path), mode=os.RTLD_NOW)
+            broken = path.stat().st_ino  # a crash of the machine may have cut it
+        _compile(path, _flags(element, level), broken)
         return ctypes.CDLL(str(path), mode=os.RTLD_NOW)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unavailable(f"the kernels cannot be compiled or loaded: {error}") from error
@@ -157,22 +161,26 @@ def library_name(library: ctypes.CDLL) -> str:
 
 
 def _path(folder: Path, element: str, level: str) -> Path:
-    here, version = machine(), _run((_compiler(), "--version")).splitlines()[0]
+    here, version = machine(), _run((_compiler(), "--version")).partition("\n")[0]
     key = fingerprint((*_sources(), *_flags(element, level), version, here.model, *sorted(here.flags)))
     return folder / f"{element}-{level}-{key}.so"
 
 
-def _compile(path: Path, flags: tuple[str, ...]) -> None:
+def _compile(path: Path, flags: tuple[str, ...], broken: int = 0) -> None:
+    """Compile the kernels, unless `path` is there by then. A file with the inode `broken` is replaced."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
         # One compiler at a time, because several would only slow each other down. The lock ends with the process.
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if path.is_file():
+        with suppress(OSError):  # some file systems have no locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.is_file() and path.stat().st_ino != broken:
             return  # compiled by another worker
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             unit, library = Path(scratch) / "kernels.o", Path(scratch) / "kernels.so"
             _run((_compiler(), *flags, "-c", str(SOURCES / "kernels.c"), "-o", str(unit)))
             _run((_compiler(), "-shared", str(unit), "-lm", "-o", str(library)))
+            with library.open("rb") as file:
+                os.fsync(file.fileno())
             library.replace(path)  # atomic, because some file systems have no locks; the last of equal results stays
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -113,6 +114,6 @@ def save_profile(path: Path, profile: Profile) -> None:
     """Write a profile atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     choices = [[*shape, *choice] for shape, choice in sorted(profile.choices.items())]
-    scratch = path.with_suffix(".part")
+    scratch = path.with_suffix(f".{os.getpid()}.part")  # another process may write it, too
     scratch.write_text(json.dumps({"choices": choices, "unified_max": profile.unified_max}, indent=1))
     scratch.replace(path)
