@@ -143,7 +143,7 @@ class WorkerPool:
         snapshot.chunk, snapshot.slo_itl_s = self._options.chunk, min(self._options.slo_itl_s, itl_s)
         self._fleet.hide(avoid)
         if spec is not None and not self._even:
-            self._fleet.hide(self._too_short(spec))
+            self._fleet.hide(ref for ref in self._too_short(spec) if keep is None or ref != keep.info.ref)
         if requirements.capability is not None and not self.can_serve(requirements):
             return None
         if not snapshot.has_capacity(tokens):

@@ -297,6 +297,33 @@ async def test_an_answer_does_not_move_to_a_worker_whose_context_it_may_exceed_b
     assert len(ids_of(await cluster.generate(max_tokens=2))) == 2, "all are small"
 
 
+async def test_kv_on_a_worker_with_a_short_context_is_taken_though_a_longer_one_has_joined(make):
+    cluster = await make(decode=2)
+
+    async def joined(name: str, counter: int, length: int) -> FakeWorker:
+        worker = FakeWorker(Role.PREFILL, name, counter)
+        worker.info = replace(worker.info, max_model_len=length)
+        worker.peers = cluster.prefill[0].peers
+        cluster.prefill.append(await worker.start())
+        cluster.infos = [each.info for each in cluster.workers if each.alive]
+        await until(lambda: any(link.usable and link.info.ref == worker.info.ref for link in cluster.links), name)
+        return worker
+
+    call = await at(cluster, "prefilling")
+    small = await joined("prefill-1", 150, len(PROMPT) + len(ANSWER) - 1)
+    small.close("commit")
+    await cluster.prefill[0].kill()
+    await until(lambda: small.count("prefill") == 1, "the small one computes it, because no other can")
+    await joined("prefill-2", 151, 2048)
+    taken = next(each for each in cluster.decode if ("reserve", 2) in attempts_of(each))
+    await taken.kill()
+    await until(lambda: small.count("repush") == 1, "repush")
+    small.open("commit")
+    events = await cluster.answer(call)
+    assert ids_of(events) == ANSWER
+    assert cluster.prefill[2].commands == []
+
+
 async def test_a_reserve_names_the_full_blocks_of_what_is_known(cluster):
     prompt = list(range(40))
     cluster.decode[0].preempt_at = [30]
