@@ -143,7 +143,7 @@ class WorkerPool:
         snapshot.chunk, snapshot.slo_itl_s = self._options.chunk, min(self._options.slo_itl_s, itl_s)
         self._fleet.hide(avoid)
         if spec is not None and not self._even:
-            self._fleet.hide(ref for ref in self._too_short(spec) if keep is None or ref != keep.info.ref)
+            self._fleet.hide(self._too_short(requirements, len(spec.prompt) + spec.sampling.max_tokens))
         if requirements.capability is not None and not self.can_serve(requirements):
             return None
         if not snapshot.has_capacity(tokens):
@@ -161,13 +161,20 @@ class WorkerPool:
             return self._placed(ask, None, faster.decode, faster.ttft_s)
         return self._placed(ask, pair.prefill, pair.decode, pair.ttft_s if kept is None else 0.0)
 
-    def _too_short(self, spec: SequenceSpec) -> Iterator[WorkerRef]:
-        """Yield workers whose context ends before the answer may, unless that holds for all of their role."""
-        needed = len(spec.prompt) + spec.sampling.max_tokens
-        for role in Role:
-            links = self._usable(role)
-            if any(link.info.max_model_len >= needed for link in links):
-                yield from (link.info.ref for link in links if link.info.max_model_len < needed)
+    def _too_short(self, requirements: Requirements, needed: int) -> Iterator[WorkerRef]:
+        """Yield the workers with a context of less than `needed` tokens that the request can do without: a pair has
+        room, or a worker that can take their place.
+        """
+
+        def kind(link: WorkerStream) -> tuple[Role, str, str]:
+            return link.info.role, link.info.fingerprint, link.info.determinism if requirements.deterministic else ""
+
+        roles = (Role.DECODE,) if self._options.colocated else (Role.DECODE, Role.PREFILL)
+        links = [link for role in roles for link in self._usable(role, requirements) if link is not requirements.keep]
+        long = {kind(link) for link in links if link.info.max_model_len >= needed}
+        pair = requirements.keep is None and any(all((role, *same) in long for role in roles) for _, *same in long)
+        short = (link for link in links if link.info.max_model_len < needed)
+        yield from (link.info.ref for link in short if pair or kind(link) in long)
 
     def outlook(self, tokens: int, requirements: Requirements) -> tuple[list[Seat], list[Seat]]:
         """Return the usable prefill and decode workers as forecasts see them."""

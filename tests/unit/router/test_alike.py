@@ -107,6 +107,36 @@ def test_local_prefill_keeps_to_who_is_alike():
             assert plain is not None
 
 
+SHORT, LONG = 60, 2048  # the answer may need 40 + 64 tokens
+
+
+@pytest.mark.parametrize(
+    ("spec", "fleet", "keep", "expected"),
+    [
+        pytest.param(PLAIN, "p0aL p1aS d0aL d1aS", "", {("p0", "d0")}, id="room for it"),
+        pytest.param(PLAIN, "p0aS d0aL d1aS", "", {("p0", "d0")}, id="only decode workers have room"),
+        pytest.param(PLAIN, "p0aS p1bL d0aS", "", {("p0", "d0")}, id="the long one has no decode worker"),
+        pytest.param(PLAIN, "p0aS d0aS d1bL", "", {("p0", "d0")}, id="the long one has no prefill worker"),
+        pytest.param(PLAIN, "p0aS p1bL d0aS d1bL", "", {("p1", "d1")}, id="a long pair next to a short one"),
+        pytest.param(PLAIN, "p0aS p1bL d0aS d1bS d2cL", "", {("p0", "d0"), ("p1", "d1")}, id="no pair has room"),
+        pytest.param(PLAIN, "p0aS p1bL d0aS d1bL", "p0", {("p0", "d0")}, id="the KV is at the short pair"),
+        pytest.param(PLAIN, "p0aS d0aS d1aL", "p0", {("p0", "d1")}, id="KV at a short worker goes to a long one"),
+        pytest.param(PLAIN, "p0aL d0aL d1aS", "d0", {("d0", "d1")}, id="it moves although its worker is the long one"),
+        pytest.param(SPEC, "p0axS p1aL d0axS d1aL", "", {("p0", "d0")}, id="the long pair is not deterministic"),
+        pytest.param(SPEC, "p0axS p1ayL d0axS d1azL", "", {("p0", "d0")}, id="the long ones are not alike"),
+    ],
+)
+def test_a_worker_with_a_short_context_is_used_where_no_other_can_do_it(spec, fleet, keep, expected):
+    links = [fakes.link(Role.PREFILL if n[0] == "p" else D, n[:2], n[2], bits=n[3:-1]) for n in fleet.split()]
+    for one, text in zip(links, fleet.split(), strict=True):
+        one.view.info = replace(one.info, max_model_len=LONG if text[-1] == "L" else SHORT)
+    pool = pool_of(*links)
+    pool._even = False
+    spec = replace(spec, sampling=Sampling(max_tokens=64))
+    requirements = Requirements(named(pool, keep) if keep else None, spec)
+    assert {pair_of(pool.place(40, requirements)) for _ in range(6)} == expected
+
+
 def test_what_is_cached_is_found_by_names_of_their_own():
     prefixes, one = PrefixIndex(), fakes.prefill("p0", bits="x")
     fleet = fakes.fleet_of(one, fakes.decode("d0", bits="x"), prefixes=prefixes)
