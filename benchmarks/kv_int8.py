@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python b
 import torch
 
 from baton.client import Client
-from baton.engine.kernels.cpu.compiler import chosen_level
+from baton.engine.kernels.cpu.compiler import level_here
 from baton.engine.kernels.kv_levels import KVDtype
 from baton.engine.models.loading import load_model
 from benchmarks.lib.cluster import cluster
@@ -85,7 +85,7 @@ def main(argv: list[str]) -> None:
     lines = [[name, *(f"{value:.0f}" for value in rows[name]), f"{ratios[name]:.3f}"] for name in rows]
     shown = markdown(["", "KV in bfloat16", "KV in int8", "ratio"], lines)
     shown += "\n\n" + "; ".join(f"{name}: {count:.0f} of 200" for name, count in same.items())
-    shown = f"level {chosen_level()}, {options.threads} threads, model {model.name}\n\n{shown}"
+    shown = f"level {level_here()}, {options.threads} threads, model {model.name}\n\n{shown}"
     finish("kv_int8", argv, load, shown, ratios, same, write_docs=options.write_docs)
 
 

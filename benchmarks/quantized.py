@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python b
 
 import torch
 
-from baton.engine.kernels.cpu.compiler import chosen_level
+from baton.engine.kernels.cpu.compiler import level_here
 from baton.engine.kernels.quantized import Quantize
 from benchmarks.lib import quality
 from benchmarks.lib.models import make_model
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> None:
     if options.quality:
         dtypes = ("float32",) if options.quick or options.tiny else ("float32", "bfloat16")
         text, figures = quality.table(dtypes, options.ranks)
-        shown = f"level {chosen_level()}, {options.ranks} ranks, {len(quality.prompts())} prompts\n\n{text}"
+        shown = f"level {level_here()}, {options.ranks} ranks, {len(quality.prompts())} prompts\n\n{text}"
         section = "quantized-quality"
         return finish("quantized", argv, load, shown, {}, figures, write_docs=options.write_docs, section=section)
     model = make_model(
@@ -94,7 +94,7 @@ def main(argv: list[str]) -> None:
         for weights in WEIGHTS[1:]
         for point in POINTS
     }
-    shown = f"level {chosen_level()}, {options.threads} threads, model {model.name}\n\n{table(times)}"
+    shown = f"level {level_here()}, {options.threads} threads, model {model.name}\n\n{table(times)}"
     finish("quantized", argv, load, shown, ratios, found, write_docs=options.write_docs)
 
 

@@ -11,7 +11,7 @@ import torch
 import baton
 from baton.core import HandoffId, Sampling, SequenceSpec
 from baton.engine.engine import Engine
-from baton.engine.kernels.cpu.compiler import chosen_level
+from baton.engine.kernels.cpu.compiler import level_here
 from baton.engine.kernels.quantized import Quantize
 from baton.engine.models.loading import load_model
 from baton.tokenizer import load_tokenizer
@@ -120,7 +120,7 @@ def load(setup: Setup) -> tuple[Answer, Mapping[str, Handler]]:
     began = clock()
     subject = Subject(setup, quantize=QUANTIZED.get(setup.dtype, "none"))
     loading = clock() - began
-    level = chosen_level() if setup.level != "none" else "none"
+    level = level_here() if setup.level != "none" else "none"
     version = f"{baton.__version__} (torch {torch.__version__})"
     return {"version": version, "level": level, "isa": f"level {level}", "load_s": round(loading, 1)}, {
         "prefill": subject.prefill,

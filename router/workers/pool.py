@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from baton.clock import Clock
-from baton.core import BlockCounts, Channel, Incarnation, Load, Role, SequenceSpec, WorkerInfo, WorkerRef
+from baton.core import BlockCounts, Channel, Incarnation, Load, Role, WorkerInfo, WorkerRef
 from baton.errors import NoWorker, Overloaded, Violation
 from baton.ledger.control_state import RouterReport, WorkerDemand
 from baton.ledger.prefix_index import PrefixIndex

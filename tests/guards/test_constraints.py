@@ -7,7 +7,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
-EXTRAS = ("server", "local", "dev")
+EXTRAS = ("server", "gateway", "local", "dev")
 
 
 def canonical(name: str) -> str:

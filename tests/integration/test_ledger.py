@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -411,11 +412,16 @@ def test_it_dies_with_its_parent(tmp_path):
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         redis = psutil.Process(int(parent.stdout.readline()))
-        assert redis.is_running()
-        parent.kill()
-    gone, alive = psutil.wait_procs([redis], timeout=scaled(10))
-    assert alive == [] or alive[0].status() == psutil.STATUS_ZOMBIE
-    assert len(gone) + len(alive) == 1
+        try:
+            assert redis.is_running()
+            parent.kill()
+            gone, alive = psutil.wait_procs([redis], timeout=scaled(10))
+            assert alive == [] or alive[0].status() == psutil.STATUS_ZOMBIE
+            assert len(gone) + len(alive) == 1
+        finally:
+            parent.kill()
+            with suppress(psutil.NoSuchProcess):
+                redis.kill()
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])

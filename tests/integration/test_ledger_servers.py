@@ -22,10 +22,9 @@ from baton.ledger.redis_client import COMMANDS, Connection
 from baton.ledger.registry import Ledger
 from tests.support import ledger as support
 from tests.support.clients import Wire
-from tests.support.ledger import holders, info_of, owned_by, password_of, raw, registered, write_record
+from tests.support.ledger import LONG_LEASE_S, holders, info_of, owned_by, password_of, raw, registered, write_record
 from tests.support.waiting import until
 
-LEASE_S = 0.3
 DIGESTS = [bytes([n]) * 32 for n in range(20)]
 
 
@@ -53,7 +52,7 @@ pytestmark = pytest.mark.usefixtures("without_pauses")
 
 async def everything(url: str, prefix: str) -> None:
     """Do everything that a worker and a router do, with a loss of all data in the middle."""
-    worker, router = [await Ledger.connect(url, prefix, LEASE_S, SystemClock()) for _ in range(2)]
+    worker, router = [await Ledger.connect(url, prefix, LONG_LEASE_S, SystemClock()) for _ in range(2)]
     info = await registered(worker, "decode-0")
     assert await worker.renew(info.ref, 1)
     assert await router.workers() == [info]
@@ -84,7 +83,8 @@ async def everything(url: str, prefix: str) -> None:
     assert await worker.register(info)
     await told()
     await until(seen)
-    assert (await router.mint("prefill-0")).epoch > info.ref.incarnation.epoch  # after the grace
+    assert await worker.connection.call("DEL", worker.connection.key("grace")) == 1  # it lasts as long as a lease
+    assert (await router.mint("prefill-0")).epoch > info.ref.incarnation.epoch
     live = await store.read("live")
     assert live is not None
     assert (live.state, owned_by(live, info.ref)) == (RecordState.COMMITTED, True)
@@ -115,7 +115,7 @@ async def test_with_a_user_limited_to_the_prefix_and_the_listed_commands(server)
     raw(server).script_flush()
     url = f"redis://limited:pw@127.0.0.1:{server.port}/0"
     await everything(url, prefix)
-    foreign = await Ledger.connect(url, "baton:elsewhere", LEASE_S, SystemClock())
+    foreign = await Ledger.connect(url, "baton:elsewhere", LONG_LEASE_S, SystemClock())
     store = OwnershipStore(foreign.connection)
     info = info_of(Incarnation(5, 1))
     for refused in (
@@ -153,7 +153,7 @@ async def test_over_tls_with_an_authority_of_ones_own(server, folder):
 
 async def test_a_full_server_keeps_leases(server):
     """It rejects all that needs memory. A lease needs none."""
-    ledger = await Ledger.connect(server.url, next(support.PREFIXES), LEASE_S, SystemClock())
+    ledger = await Ledger.connect(server.url, next(support.PREFIXES), LONG_LEASE_S, SystemClock())
     info = await registered(ledger, "decode-0")
     key = ledger.connection.key("worker", "decode-0")
     try:
@@ -162,7 +162,7 @@ async def test_a_full_server_keeps_leases(server):
             await ledger.connection.call("SET", "x", "y")
         raw(server).pexpire(key, 60_000)
         assert await ledger.renew(info.ref, 1)
-        assert 0 < raw(server).pttl(key) <= 1000 * LEASE_S
+        assert 0 < raw(server).pttl(key) <= 1000 * LONG_LEASE_S
     finally:
         raw(server).config_set("maxmemory", 0)
         await ledger.close()

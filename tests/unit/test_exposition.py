@@ -13,6 +13,7 @@ from baton.metrics import Metrics, MetricsServer, http
 from baton.metrics.http import render
 from baton.metrics.router import exemplar_of
 from baton.stages import Timings
+from tests.support.time_factor import scaled
 from tests.support.waiting import until
 from tools import metric_docs
 from tools.metric_docs import LABELS, OF_METRIC, values
@@ -126,7 +127,19 @@ async def test_the_http_endpoint(listen, request_line, status, body):
     assert body in answer
 
 
-async def test_a_request_that_never_ends_or_is_too_long_gets_no_answer(listen):
+async def test_a_request_that_never_ends_gets_no_answer(monkeypatch):
+    monkeypatch.setattr(http, "MAX_METRICS_SECONDS", 0.1)
+    server = MetricsServer(Metrics("x", "").registry)
+    reader, writer = await asyncio.open_connection(*(await server.start("127.0.0.1:0")).split(":"))
+    writer.write(b"GET /metrics HTTP/1.1\r\n")
+    with suppress(ConnectionResetError):
+        assert await asyncio.wait_for(reader.read(), scaled(10)) == b""
+    await until(lambda: not server._connections, "it holds no connection")
+    writer.close()
+    await server.stop()
+
+
+async def test_a_request_that_is_too_long_gets_no_answer(listen):
     ask = await listen(Metrics("x", "").registry)
     assert not await ask(b"GET /" + b"x" * 20_000)
     assert "200 OK" in await ask(b"GET /ready HTTP/1.1")

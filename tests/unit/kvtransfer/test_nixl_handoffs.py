@@ -10,6 +10,7 @@ from baton.errors import ChannelBroken, DigestMismatch
 from kvtransfer.transports.nixl import NixlTransport
 from kvtransfer.wire import VersionRefused
 from tests.support.nixl import Agents, Library, held_by
+from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 from tests.unit.kvtransfer.support import (
     LAYOUT,
@@ -77,7 +78,8 @@ STRIKES = {
 @pytest.mark.parametrize("fault", STRIKES)
 def test_a_source_that_dies_freezes_or_closes_within_a_read(connected, agents: Agents, fault: str, at: int) -> None:
     """The handoff fails, and blocks have right bytes or none. The next channel works, and no staging is kept."""
-    pair = connected(receiver=replace(SMALL_FRAMES, frame_deadline_s=0.2))
+    deadline_s = scaled(1.0) if fault == "frozen" else SMALL_FRAMES.frame_deadline_s
+    pair = connected(receiver=replace(SMALL_FRAMES, frame_deadline_s=deadline_s))
     (transport,) = pair.sender._end.choice.transports
     staging, _ = transport._served
     job = pair.begin("r", TOKENS, TARGET)

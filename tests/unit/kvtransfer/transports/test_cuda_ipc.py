@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -316,18 +316,19 @@ def test_nothing_is_committed_from_an_owner_that_has_died(handoffs, gpu, monkeyp
 
 @pytest.mark.parametrize("reaped", [False, True])
 def test_the_end_of_the_peers_process_is_seen_without_its_socket(reaped: bool) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, ExitStack() as ending:
         listener.bind("")  # an abstract name of the kernel's choice
         listener.listen()
         program = f"import socket, time; s = socket.socket(1, 5); s.connect({listener.getsockname()!r}); time.sleep(99)"
-        process = subprocess.Popen([sys.executable, "-c", program])
+        listener.settimeout(scaled(30))
+        process = ending.enter_context(subprocess.Popen([sys.executable, "-c", program]))
+        ending.callback(process.kill)
         with closing(listener.accept()[0]) as connected, closing(OwnerProcess(connected)) as owner:
             owner.check()
             process.kill()
             if reaped:
                 process.wait()
             eventually(lambda: ended(owner))
-            process.wait()
 
 
 def ended(owner: OwnerProcess) -> bool:
