@@ -9,6 +9,7 @@ from baton.errors import InvalidRequest, Overloaded, Unauthenticated
 from baton.limits import MAX_WATCHERS
 from baton.rpc.v1 import admin_pb2
 from baton.rpc.v1.admin_pb2_grpc import AdminStub
+from router import status
 from tests.integration.access_support import bearer, token_file
 from tests.support.in_process_router import STATES, at
 from tests.support.routers import refused
@@ -57,6 +58,22 @@ async def test_a_request_is_shown_where_it_is(make, state):
         assert view.prompt_tokens > 0
         assert view.request_id in {each.name for each in cluster.router.context.running}
         assert view.tokens == (state in {"transferring", "decoding"})
+        call.cancel()
+
+
+async def test_only_the_newest_requests_are_shown(make, monkeypatch):
+    monkeypatch.setattr(status, "MAX_SHOWN_REQUESTS", 3)
+    cluster = await make()
+    running = cluster.router.context.running
+    calls, names = [await at(cluster, "decoding")], list[str]()
+    for n in (1, 2, 2, 1):
+        calls.append(cluster.call(n=n))
+        await until(lambda: len(running) == len(calls), "it arrived")
+        names.append(max(running, key=lambda call: call.arrival).name)
+    async with Watching(cluster) as watching:
+        shown = await watching.until(lambda live: live.requests)
+        assert [view.request_id for view in shown] == [names[3], names[2], names[2]]
+    for call in calls:
         call.cancel()
 
 
