@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -308,7 +309,7 @@ def report_ready(facts: Mapping[str, object], environ: Mapping[str, str] = os.en
     fd = environ.get(READY_FD)
     if fd is None:
         return
-    with os.fdopen(int(fd), "wb") as pipe:
+    with suppress(BrokenPipeError), os.fdopen(int(fd), "wb") as pipe:  # `up --detach` may have been killed
         pipe.write(json.dumps(dict(facts)).encode() + b"\n")
 
 

@@ -8,6 +8,7 @@ because a client is lost when the head restarts, and routers must go on. A child
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
@@ -31,6 +32,8 @@ from baton.config import ClusterConfig, RouterConfig, config_from_json
 from baton.config.values import is_loopback_host
 from baton.core import Role
 from baton.errors import BatonError, ConfigError, LedgerError, NoWorker
+from baton.ledger.control_state import ControlState
+from baton.ledger.registry import Ledger
 from baton.logs import configure_logging
 
 POLL_S = 0.2
@@ -138,25 +141,36 @@ UNBOUNDED = 10**9
 
 
 class RemoteControl:
-    """A `Control` by child processes. `command` is the argv of a child; `--follow` or `--stop` is added."""
+    """A `Control` by child processes. `command` is the argv of a child; `--follow` or `--stop` is added. A cluster that
+    already served is not ended by a start that fails or is interrupted.
+    """
 
     def __init__(self, config: ClusterConfig, command: Sequence[str], logs: Path) -> None:
-        self._address = config.ray.address
+        self._address, self._name = config.ray.address, config.name
+        self._served = 0  # workers that already served when this start began
+        self._starting: Stop | None = None
         self.size = config.prefill.replicas + config.decode.replicas
         self._begun = False
         self._command = [*command, f"--wait={CHILD_WAIT_S:g}"]
         self._log = logs / f"{NAME}.log"
         self._bound = config.redis.url == "embedded"  # because workers cannot outlive their ledger
-        argv = [*self._command, "--follow", *(["--bound"] if self._bound else [])]
-        self._child = Child(ProcessSpec(NAME, argv, self._log, max_restarts=UNBOUNDED))
+        self._child = self._follower(*(["--bound"] if self._bound else []))
+
+    def _follower(self, *options: str) -> Child:
+        return Child(ProcessSpec(NAME, [*self._command, "--follow", *options], self._log, max_restarts=UNBOUNDED))
 
     def start(self, redis_url: str) -> None:
         check_reachable(self._address)
+        if not self._bound and (served := asyncio.run(serving_workers(redis_url, self._name))):
+            log.info("cluster_already_serves", workers=served)
+            self._served, self._child = served, self._follower("--attach")
         self._begun = True
         self._child.start()
 
     def wait_ready(self, stop: Stop) -> None:
-        self.size = int(str(self._child.wait_ready(stop)["workers"]))
+        self._starting = stop
+        workers = int(str(self._child.wait_ready(stop)["workers"]))
+        self.size = self._served or workers
 
     def poll(self) -> None:
         self._child.poll()
@@ -170,6 +184,9 @@ class RemoteControl:
             return
         if not self._bound:  # first, because a child without a controller would create a new one
             self._end_child(DETACH_S)
+        if self._served and (self._starting is None or not self._starting.serving.is_set()):
+            log.warning("cluster_left_running", reason="it served before this start; `baton controller --stop` ends it")
+            return
         ending = Child(ProcessSpec("stop", [*self._command, "--stop"], self._log))
         try:
             ending.start(logged=False)
@@ -184,6 +201,19 @@ class RemoteControl:
     def _end_child(self, within_s: float) -> None:
         self._child.terminate()
         self._child.wait(within_s)
+
+
+async def serving_workers(redis_url: str, name: str) -> int:
+    """Return how many workers of a cluster with a living controller serve; 0 without one, or without a decode worker.
+    Raises LedgerError.
+    """
+    ledger = await Ledger.connect(redis_url, f"baton:{name}", 1.0, SystemClock())
+    try:
+        controlled, infos = await ControlState(ledger.connection).control(), await ledger.workers()
+    finally:
+        await ledger.close()
+    serves = controlled is not None and any(info.role is Role.DECODE for info in infos)
+    return len(infos) if serves else 0
 
 
 def join(config: ClusterConfig, wait_s: float, stop: Stop, clock: Clock | None = None) -> Any:
@@ -262,9 +292,17 @@ def _end_former(ray: Any, config: ClusterConfig) -> None:
 
 
 def follow(
-    ray: Any, controller: Any, stop: Stop, ready: Callable[[ControllerProgress], None], clock: Clock | None = None
+    ray: Any,
+    controller: Any,
+    stop: Stop,
+    ready: Callable[[ControllerProgress], None],
+    clock: Clock | None = None,
+    *,
+    attach: bool = False,
 ) -> None:
-    """Watch the controller until `stop`; call `ready` once. Raises start errors before that, NoWorker if it is lost."""
+    """Watch the controller until `stop`; call `ready` once. Raises start errors before that, NoWorker if it is lost.
+    `attach`: the cluster already serves, so a worker that does not start is no error.
+    """
     clock, reported = clock or SystemClock(), False
     answered_at = clock.monotonic()
     while not stop.drain.wait(WATCH_S if reported else POLL_S):
@@ -276,8 +314,10 @@ def follow(
             continue
         answered_at = clock.monotonic()
         if not reported and state.error is not None:
-            raise state.error
-        if not reported and state.ready:
+            if not attach:
+                raise state.error
+            log.warning("worker_did_not_start", error=str(state.error))
+        if not reported and (state.ready or attach):
             reported = True
             ready(state)
 

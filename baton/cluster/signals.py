@@ -14,14 +14,24 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FINISHING = b"stopping; running requests may finish, a second signal does not wait for them\n"
 
 
+class SignalEvent(threading.Event):
+    """An event that a signal handler may set. The handler may interrupt a `wait` of its own thread that holds the lock,
+    so the lock is reentrant.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._cond = threading.Condition(threading.RLock())
+
+
 @dataclass(frozen=True, slots=True)
 class Stop:
     """Two stop events: `drain` lets running requests finish, `now` does not wait for them. `serving` is set by the
     cluster when there may be requests.
     """
 
-    drain: threading.Event = field(default_factory=threading.Event)
-    now: threading.Event = field(default_factory=threading.Event)
+    drain: threading.Event = field(default_factory=SignalEvent)
+    now: threading.Event = field(default_factory=SignalEvent)
     serving: threading.Event = field(default_factory=threading.Event)
 
     def check(self) -> None:

@@ -170,7 +170,8 @@ class StateFolder:
             return
         with suppress(OSError):  # a read-only disk; the next `acquire` tries again
             self._clear()
-        os.ftruncate(self._lock.fileno(), 0)
+        with suppress(OSError):
+            os.ftruncate(self._lock.fileno(), 0)
         self._lock.close()
         self._lock = None
 

@@ -30,7 +30,9 @@ class DecisionLog:
     def record(self, kind: DecisionKind, text: str) -> None:
         write = log.warning if kind in {"replace", "give_up"} else log.info
         write("decision", kind=kind, text=text)
-        self.decisions.append(Decision(at=self._clock.wall(), kind=kind, text=text[:MAX_TEXT]))
+        # The times rise although a clock may step back, because routers count the decisions after the last known time.
+        at = max(self._clock.wall(), self.decisions[-1].at + 0.001 if self.decisions else 0.0)
+        self.decisions.append(Decision(at=at, kind=kind, text=text[:MAX_TEXT]))
 
 
 class WorkerSupervisor:

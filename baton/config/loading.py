@@ -43,6 +43,8 @@ class _LineLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[object] = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue  # `<<: *name`, which the base class replaces by the keys of that mapping
             key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
             if not isinstance(key, Hashable):
                 raise ConfigError(f"line {line}: a key must be a string, got a list or a mapping")
@@ -130,6 +132,8 @@ def _tails(key: str) -> list[str]:
 
 
 def _scalar(text: str, source: str) -> object:
+    if re.fullmatch(r"\[[0-9A-Fa-f:.]+\]:\d+", text):
+        return text  # an IPv6 address with a port; YAML would begin a list
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, *NO_VALUE):

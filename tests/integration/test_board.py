@@ -12,6 +12,7 @@ from baton.cli.cluster.operator import Operator
 from baton.cli.target import Admins
 from baton.client.types import ClusterStatus
 from baton.clock import SystemClock
+from baton.cluster.controller_ray import serving_workers
 from baton.control_plane import Slot
 from baton.core import Incarnation, Role, WorkerInfo, WorkerRef
 from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, LedgerError, NoWorker
@@ -22,7 +23,7 @@ from baton.tokenizer import OracleTokenizer
 from router.context import RouterSettings
 from router.server import Router, serve
 from tests.support.in_process_router import FakeWorker
-from tests.support.ledger import raw
+from tests.support.ledger import raw, registered
 from tests.support.plans import first_plan
 from tests.support.waiting import until
 
@@ -34,6 +35,17 @@ call = asyncio.to_thread
 @pytest.fixture
 def board(ledger: Ledger) -> ControlState:
     return ControlState(ledger.connection)
+
+
+async def test_a_cluster_serves_with_a_controller_and_a_decode_worker(board, ledger, server):
+    name = ledger.connection.key("x").split(":")[1]
+    assert await serving_workers(server.url, name) == 0
+    await registered(ledger, "decode-0")
+    assert await serving_workers(server.url, name) == 0, "without a controller"
+    await controlled(board, READY, number=1)
+    assert await serving_workers(server.url, name) == 1
+    await ledger.deregister((await ledger.workers())[0].ref)
+    assert await serving_workers(server.url, name) == 0
 
 
 async def test_one_plan_of_the_highest_number_stays(board):
@@ -207,6 +219,25 @@ async def test_who_waits_is_told_when_it_is_done_or_what_is_missing(operator, bo
     status = await call(operator.status)
     assert (status.control.outlook, status.control.host, status.control.plan.number) == ("calm", "h", 5)
     assert 0.0 <= status.control.age_s < 30.0
+
+
+async def test_a_router_that_restarts_does_not_end_a_wait(operator, board, workers, monkeypatch):
+    slots = [READY, *(replace(READY, worker_id=f"decode-{i}", role=Role.DECODE) for i in range(2))]
+    await controlled(board, *slots, number=5)
+    for slot in slots[1:]:
+        workers.append(await FakeWorker(Role.DECODE, slot.worker_id, 1).start())
+    answered, away = Admins.status, iter([NoWorker("it restarts"), DeadlineExceeded("it is slow")])
+
+    def status(self: Admins, address: str) -> ClusterStatus:
+        for error in away:
+            raise error
+        return answered(self, address)
+
+    monkeypatch.setattr(Admins, "status", status)
+    await call(operator.wait_settled, 5, 20.0)
+    away = iter([NoWorker("it restarts")])
+    with pytest.raises(NoWorker):
+        await call(operator.wait_settled, 5, 0.0)
 
 
 async def test_a_redis_that_is_away_costs_the_status_nothing_but_that(router, operator, monkeypatch):

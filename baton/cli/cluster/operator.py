@@ -70,7 +70,13 @@ class Operator:
     def _wait(self, done: Callable[[ClusterStatus], bool], seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while True:
-            status = self.status()
+            try:
+                status = self.status()
+            except (NoWorker, DeadlineExceeded):  # the router may be restarting
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(LOOK_S)
+                continue
             if done(status):
                 return
             if time.monotonic() > deadline:

@@ -161,6 +161,7 @@ def controller(
     stop: Annotated[bool, typer.Option("--stop", help="end the workers and the controller")] = False,
     follow: Annotated[bool, typer.Option("--follow", hidden=True, help="run until a stop signal or its loss")] = False,
     bound: Bound = False,
+    attach: Annotated[bool, typer.Option("--attach", hidden=True, help="the cluster already serves")] = False,
 ) -> None:
     """Start a controller in the Ray cluster at ray.address. It runs the workers of a file; they are not waited for."""
     from baton.cluster.signals import stop_on_signals
@@ -187,7 +188,11 @@ def controller(
         there = controller_ray.ensure(ray, cluster, parts, stopped, detached=not bound)
         if follow:
             controller_ray.follow(
-                ray, there, stopped, lambda state: report_ready({"workers": state.workers, "pid": os.getpid()})
+                ray,
+                there,
+                stopped,
+                lambda state: report_ready({"workers": state.workers, "pid": os.getpid()}),
+                attach=attach,
             )
         else:
             typer.echo(f"the controller of cluster {cluster.name!r} is in the Ray cluster at {cluster.ray.address}")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from baton.cluster.backend_process import STABLE_S, START_TIMEOUT_S, StartError
 from baton.cluster.controller import check_alone
 from baton.cluster.reconcile import MAX_IN_A_ROW, ROOM_S
-from baton.cluster.worker_supervisor import PAUSE_S
+from baton.cluster.worker_supervisor import PAUSE_S, DecisionLog
 from baton.core import Role
 from baton.errors import BatonError, ConfigError
 from baton.ledger.control_state import RouterReport, WorkerCommand
@@ -542,3 +542,13 @@ class Story:
 @given(events=st.lists(EVENTS, max_size=12))
 def test_whatever_happens_it_becomes_as_planned_and_no_order_takes_the_last_one(turn, events):
     asyncio.run(Story(turn).tell(events))
+
+
+def test_times_of_decisions_rise_although_the_clock_steps_back():
+    """Routers count the decisions after the last one that they have counted."""
+    journal = DecisionLog(Mock(wall=Mock(side_effect=[100.0, 100.0, 40.0, 41.0, 200.0])))
+    for _ in range(5):
+        journal.record("plan", "x")
+    at = [one.at for one in journal.decisions]
+    assert at == sorted(set(at))
+    assert (at[0], at[-1]) == (100.0, 200.0)

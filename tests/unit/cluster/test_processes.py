@@ -19,7 +19,17 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-from baton.cluster.backend_process import BACKOFF_S, Child, ProcessPlacement, ProcessSpec, StartError, stop_all, tail
+from baton.cluster.backend_process import (
+    BACKOFF_S,
+    READY_FD,
+    Child,
+    ProcessPlacement,
+    ProcessSpec,
+    StartError,
+    report_ready,
+    stop_all,
+    tail,
+)
 from baton.cluster.gpus import VISIBLE, GpuAssignment
 from baton.cluster.signals import SIGNALS, Stop, stop_on_signals
 from baton.cluster.state_dir import ClusterState, ProcessId, StateFolder, running_clusters
@@ -339,6 +349,28 @@ def test_the_first_signal_drains_and_the_second_does_not_wait(handlers, number):
     assert stop.now.wait(scaled(5))
 
 
+@pytest.mark.parametrize("event", ["drain", "now"])
+def test_a_signal_during_a_wait_of_its_own_thread_does_not_block(handlers, event):
+    """The handler may run while `wait` holds the lock of the event. A plain event would wait for itself without end."""
+    program = (
+        "import signal; from baton.cluster.signals import stop_on_signals; stop = stop_on_signals()\n"
+        f"count = {1 if event == 'drain' else 2}\n"
+        f"with stop.{event}._cond:\n"
+        "    for _ in range(count): signal.raise_signal(signal.SIGTERM)\n"
+        f"assert stop.{event}.wait(0)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=scaled(30))
+
+
+def test_a_child_that_is_ready_runs_on_without_the_process_that_waited():
+    """`up --detach` may have been killed while a model was loaded."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    report_ready({"pid": 1}, {READY_FD: str(writer)})
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(writer)
+
+
 def test_an_ignored_signal_stays_ignored(handlers):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     stop = stop_on_signals()
@@ -523,3 +555,14 @@ def test_folders_that_cannot_be_made_are_errors_too(tmp_path, monkeypatch, patch
         begin(again)  # a failed start leaves no lock
         again.release()
     made.release()  # raises nothing, whatever is left
+
+
+def test_a_disk_that_became_read_only_does_not_disturb_a_stop(tmp_path, monkeypatch):
+    folder, again = StateFolder("b", tmp_path), StateFolder("b", tmp_path)
+    begin(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "ftruncate", Mock(side_effect=OSError(errno.EROFS, "Read-only file system")))
+        patch.setattr(Path, "unlink", Mock(side_effect=OSError(errno.EROFS, "Read-only file system")))
+        folder.release()
+    begin(again)
+    again.release()

@@ -1,7 +1,7 @@
 """A controller in an external Ray, as its clients see it. The Ray is a fake."""
 
 import sys
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from structlog.testing import capture_logs
@@ -169,6 +169,13 @@ def test_who_follows_is_told_once_when_all_are_ready(ray, one, clock):
     assert [state.workers for state in told] == [2]
 
 
+def test_who_attaches_to_a_cluster_that_serves_does_not_wait_for_a_worker_that_fails(ray, one, clock):
+    one.said = [ControllerProgress(ready=False, workers=2, error=StartError("no such model"))]
+    told: list[ControllerProgress] = []
+    follow(ray, one, waits(clock, 20), told.append, clock, attach=True)
+    assert told == one.said
+
+
 def test_who_follows_learns_why_a_worker_did_not_start(ray, one, clock):
     one.said = [ControllerProgress(ready=False, workers=2, error=LedgerError("Redis is away"))]
     with pytest.raises(LedgerError, match="Redis is away"):
@@ -229,6 +236,32 @@ os.write(int(os.environ["BATON_READY_FD"]), json.dumps({"workers": 5}).encode() 
 signal.sigwait({signal.SIGTERM})
 say("lets go")
 """
+
+
+@pytest.fixture(autouse=True)
+def served(monkeypatch):
+    """The number of workers that serve before a start, as the ledger has it."""
+    found = AsyncMock(return_value=0)
+    monkeypatch.setattr(controller_ray, "serving_workers", found)
+    return found
+
+
+@pytest.mark.parametrize(("before", "serving", "ends"), [(0, False, True), (3, False, False), (3, True, True)])
+def test_a_start_that_fails_ends_no_cluster_that_served_before_it(tmp_path, monkeypatch, served, before, serving, ends):
+    monkeypatch.setattr(controller_ray, "check_reachable", lambda address: None)
+    served.return_value = before
+    said, stop = tmp_path / "said", Stop()
+    control = RemoteControl(CONFIG, [sys.executable, "-c", CHILD, str(said)], tmp_path)
+    control.start("redis://somewhere")
+    served.assert_awaited_once_with("redis://somewhere", "test")
+    control.wait_ready(stop)
+    assert control.size == (before or 5)
+    if serving:
+        stop.serving.set()
+    control.stop(1.0)
+    lines = said.read_text().splitlines()
+    assert lines[0] == "--wait=5 --follow" + " --attach" * bool(before)
+    assert ("--wait=5 --stop" in lines) == ends
 
 
 @pytest.mark.parametrize("log", ["logs", "logs/none"])

@@ -125,6 +125,19 @@ def test_a_mistake_is_named(load, case):
         assert part in str(caught.value)
 
 
+def test_pools_may_share_what_is_written_once(load):
+    text = "prefill: &pool {replicas: 3, max_running: 7}\ndecode: {<<: *pool, max_running: 9}"
+    config = load(text)
+    assert (config.prefill.replicas, config.prefill.max_running) == (3, 7)
+    assert (config.decode.replicas, config.decode.max_running) == (3, 9)
+    with pytest.raises(ConfigError, match="line 2: max_running: duplicate key"):
+        load(text.replace("9}", "9, max_running: 9}"))
+
+
+def test_an_ipv6_address_needs_no_quotes_on_a_command_line(load):
+    assert load("name: a", "router.grpc=[::1]:50051").router.grpc == "[::1]:50051"
+
+
 @pytest.mark.parametrize(
     ("text", "sets"),
     [
