@@ -65,7 +65,7 @@ MAX_METRICS_CONNECTIONS = 64
 MAX_METRICS_SECONDS = 5
 
 MAX_HTTP_CONNECTIONS = 8192  # and at most half of the process's open files
-MAX_HTTP_WAITING = 512  # requests that the router has not accepted yet; or `router.queue.max_requests` if that is more
+MAX_HTTP_WAITING = 512  # requests that the router has not accepted yet, at least; see `http_waiting`
 MAX_HTTP_HEADER_SECONDS = 20
 MAX_HTTP_BODY_SECONDS = 30
 MAX_HTTP_HEADER_BYTES = 16 * 2**10
@@ -89,3 +89,11 @@ MAX_TOKENS_FILE_BYTES = 4 * 2**20
 
 MAX_GGUF_ENTRIES = 4_194_304  # of all arrays in a file; each takes 8 bytes or more. Vocabularies have about 300,000.
 MAX_GGUF_FLOATS = 65_536  # of a tensor that goes into config.json
+
+
+def http_waiting(queued: int) -> int:
+    """Return how many HTTP requests may wait, for a queue of `queued` requests. All that the router lets wait fit in,
+    because this count does not see tenants: the queue with an eighth for tenants below their share, the lane of
+    promises, requests aside, and some that are still parsed.
+    """
+    return max(MAX_HTTP_WAITING, 4 * queued)

@@ -17,7 +17,7 @@ from baton.core import HandoffId, Load, SequenceSpec, ThinkingState, Thought, To
 from baton.engine.block_pool import Allocation, Reservation
 from baton.engine.engine import Engine
 from baton.engine.step_result import StepResult
-from baton.errors import Cancelled, DeadlineExceeded, HandoffError, InvalidRequest, StaleAttempt
+from baton.errors import TOO_LONG, Cancelled, DeadlineExceeded, HandoffError, InvalidRequest, StaleAttempt
 from baton.ledger.ownership import OwnershipLog, RecordState
 from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2
@@ -192,7 +192,7 @@ class DecodeWorker(HandoffRole[DecodeJob]):
             text = f"fingerprint: {message.fingerprint} is requested, {served} is served here"
             return events.refused(handoff, worker_pb2.REFUSAL_REASON_FINGERPRINT, text)
         if not 1 <= message.known_tokens <= most or message.max_total > most:
-            text = f"{message.known_tokens} known tokens, at most {message.max_total} in total: the limit is {most}"
+            text = f"{TOO_LONG} {most} tokens; {message.known_tokens} are known, {message.max_total} are possible"
             return events.refused(handoff, worker_pb2.REFUSAL_REASON_TOO_LONG, text)
         if handoff in self._work:
             raise StaleAttempt(f"{handoff} is already here")

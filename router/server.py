@@ -19,7 +19,7 @@ from baton.core import Role
 from baton.errors import ConfigError, LedgerError, NoWorker
 from baton.ledger.control_state import ControlState, RouterReport
 from baton.ledger.prefix_index import PrefixIndex
-from baton.limits import MAX_HTTP_WAITING
+from baton.limits import http_waiting
 from baton.metrics import MetricsServer
 from baton.metrics.http import Target, target
 from baton.rpc import channel
@@ -259,7 +259,7 @@ def _gateway(context: RouterContext, admin: Admin, look: Callable[[], Awaitable[
         live=LiveData(admin.live, context.tokens, admin.trace_of),
         refused=context.sinks.metrics.refused,
         rejected=context.sinks.rejected,
-        waiting=max(MAX_HTTP_WAITING, settings.queue_max_requests),
+        waiting=http_waiting(settings.queue_max_requests),
         names=settings.http_names if context.tokens is None else None,
         origins=settings.http_origins,
         ignores_unknown=settings.http_ignores_unknown,

@@ -19,7 +19,8 @@ from baton.limits import MAX_HTTP_HEADER_BYTES
 from router.openai.errors import HttpError, http_problem
 from router.openai.messages_api.answer import MessagesProblem
 
-_EXPOSED = ("retry-after", "retry-after-ms", "x-should-retry", "x-request-id", "baton-ttft-ms", "baton-itl-ms")
+_IDS = ("x-request-id", "request-id")
+_EXPOSED = ("retry-after", "retry-after-ms", "x-should-retry", *_IDS, "baton-ttft-ms", "baton-itl-ms")
 _OWN_SITE = {"same-origin", "none"}
 
 

@@ -487,7 +487,8 @@ class AnswerResponse(Response):
             self._streams.leave()
 
     def _named(self) -> dict[str, str]:
-        return {"x-request-id": self._streams.request_id} if self._streams.request_id else {}
+        names = self._answer.job.wire.id_headers if self._streams.request_id else ()
+        return dict.fromkeys(names, self._streams.request_id)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._answer.measured:

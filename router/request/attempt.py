@@ -342,7 +342,8 @@ class Attempt:
         if refused.reason in RETRY_LATER:
             self.retry_reason = "no_room"
         elif refused.reason == pb.REFUSAL_REASON_TOO_LONG:
-            raise InvalidRequest.of("prompt", text)
+            fits = self.known_tokens < self._placement.decode.info.max_model_len
+            raise InvalidRequest.of("sampling.max_tokens" if fits else "prompt", text)
         elif self._retransfers and source is Role.PREFILL and refused.reason == pb.REFUSAL_REASON_STALE:
             self.retry_reason = "kv_dropped"  # P freed the KV for other prompts: not a failure, it is computed again
         else:

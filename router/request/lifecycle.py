@@ -270,7 +270,7 @@ class ChoiceRun:
     def note_cached(self, attempt: Attempt) -> None:
         """Record the cached tokens of the first attempt; a later one may find blocks of this very request."""
         if self._cached_tokens is None:
-            self._cached_tokens = attempt.prefill_cached
+            self._cached_tokens = min(attempt.prefill_cached, len(self.spec.prompt))
 
     async def requeue(self, attempt: Attempt, client: EventStream) -> None:
         """Prepare another attempt. Raises the failure if no more attempts are allowed."""

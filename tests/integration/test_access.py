@@ -10,6 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
+from baton import limits
 from baton.cli.setup.certs import certs
 from baton.core import Role
 from baton.errors import Cancelled, ConfigError, InvalidRequest, Overloaded, Unauthenticated
@@ -20,7 +21,8 @@ from router.auth.interceptor import RULES, Need
 from router.context import RouterSettings
 from router.server import serve
 from tests.integration import access_support as support
-from tests.integration.access_support import ask, bearer, methods_of, tls_of, token_file
+from tests.integration.access_support import TOKENS, ask, bearer, methods_of, tls_of, token_file
+from tests.integration.gateway_support import opened
 from tests.support import routers
 from tests.support.in_process_router import FakeWorker
 from tests.support.routers import ids_of, refused
@@ -224,6 +226,21 @@ async def test_a_new_file_counts_from_its_next_look_on(cluster, tmp_path):
     await cluster.router.context.tokens.refresh()
     with refused(Unauthenticated):
         await cluster.stub.ListModels(pb.ListModelsRequest(), metadata=bearer("alice"))
+
+
+async def test_waiting_requests_of_one_tenant_leave_another_its_place_over_http_too(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_HTTP_WAITING", 1)
+    cluster = await make(
+        prefill=0, decode=0, queue_max_requests=8, http="127.0.0.1:0", tokens=token_file(tmp_path / "tokens")
+    )
+    queue, writers = cluster.router.context.admission, []
+    body = b'{"prompt": "x", "max_tokens": 4}'
+    for count, tenant in enumerate(["alice"] * 8 + ["bob"], 1):
+        token = {"authorization": f"Bearer {TOKENS[tenant]}"}
+        writers.append((await opened(cluster.router.http, "POST", "/v1/completions", body, **token))[1])
+        await until(lambda most=count: queue.waiting == most, f"{tenant} waits")
+    for writer in writers:
+        writer.close()
 
 
 @pytest.mark.parametrize("key", ["tokens", "tls"])

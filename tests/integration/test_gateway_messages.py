@@ -8,6 +8,8 @@ import pytest
 from baton.errors import NoWorker, Overloaded
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
+from router.openai.messages_api.chat import field_names
+from router.openai.messages_api.schema import MessagesBody
 from tests.integration.gateway_support import LENGTH, spoken, tokens
 from tests.integration.test_gateway_tools import CALL
 
@@ -146,7 +148,30 @@ async def test_an_answer_continues_its_given_beginning(gateway, role):
     assert status == 200
     chats = [gateway.fake.requests[0].chat, gateway.fake.tokenized[0].chat]
     assert [chat.continue_final_message for chat in chats] == [role == "assistant"] * 2
-    assert [chat.messages[-1].content for chat in chats] == ["So", "So"]
+    assert [chat.messages[-1].content for chat in chats] == ["So" if role == "assistant" else "hello\nSo"] * 2
+
+
+async def test_consecutive_turns_of_one_role_are_one(gateway):
+    """An error names the turn that the message begins with."""
+    call = {"role": "assistant", "content": [USE | {"id": "1"}]}
+    turns = [*ASK["messages"], {"role": "user", "content": "more"}, {"role": "assistant", "content": "Let me."}, call,
+             {"role": "user", "content": [RESULT]}, {"role": "user", "content": "and?"}]  # fmt: skip
+    await answer(gateway, messages=turns, tools=[TOOL], cache_control={"type": "ephemeral"})
+    messages = gateway.fake.requests[0].chat.messages
+    assert [(each.role, each.content) for each in messages] == [
+        ("user", "hello\nmore"), ("assistant", "Let me."), ("tool", "rain"), ("user", "and?")
+    ]  # fmt: skip
+    assert messages[1].tool_calls[0].name == "weather"
+    names = field_names(MessagesBody.model_validate(ASK | {"messages": turns}))
+    places = [names[f"messages[{number}]"] for number in range(4)]
+    assert places == ["messages[0]", "messages[2]", "messages[4]", "messages[4]"]
+
+
+@pytest.mark.parametrize("step", [ACCEPTED, NoWorker("none")])
+async def test_an_answer_has_the_id_of_its_request_under_anthropics_name(gateway, step):
+    gateway.plays(step, *spoken("Hi"))
+    _, headers, _ = await post(gateway, ASK)
+    assert headers["request-id"] == headers["x-request-id"] == "r1"
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])

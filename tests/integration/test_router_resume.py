@@ -81,6 +81,13 @@ async def test_a_router_that_never_saw_the_request_goes_on_with_it(cluster, coun
     await cluster.nothing_is_left()
 
 
+async def test_only_tokens_of_the_prompt_count_as_cached_ones_of_it(cluster):
+    cluster.prefill[0].cached = [len(PROMPT) + MOST - 2]
+    events = await cluster.resume(asked(max_tokens=MOST), ANSWER[: MOST - 4])
+    usage = events[-1].completed.usage
+    assert (usage.prompt_tokens, usage.cached_tokens) == (len(PROMPT), len(PROMPT))
+
+
 @pytest.mark.parametrize("how", ["Resume", "key"])
 async def test_a_call_that_takes_over_is_sampled_as_the_older_one(cluster, how):
     cluster.decode[0].close("decode")

@@ -22,7 +22,7 @@ from baton.cluster.gpus import VISIBLE, narrow
 from baton.config import ClusterConfig, load_config
 from baton.core import Role, WorkerRef
 from baton.errors import ConfigError
-from baton.limits import MAX_HTTP_WAITING
+from baton.limits import http_waiting
 from baton.logs import configure_logging, redirect_output
 from baton.network import raise_open_files, reachable_address
 
@@ -159,7 +159,7 @@ async def _serve_http(config: ClusterConfig, address: str, target: str) -> None:
         stall_s=router.slow_reader_s,
         counts=counts,
         tls=config.security.tls,
-        waiting=max(MAX_HTTP_WAITING, router.queue.max_requests),
+        waiting=http_waiting(router.queue.max_requests),
         names=router.http_names if config.security.tokens is None else None,
         origins=router.http_origins,
         ignores_unknown=router.http_unknown == "ignore",

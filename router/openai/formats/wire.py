@@ -25,6 +25,7 @@ class AnswerWire:
     """OpenAI's own form. Subclasses translate answers of chat with one choice; they belong to one answer."""
 
     resumable = True  # whether events have ids
+    id_headers: tuple[str, ...] = ("x-request-id",)
     matched_stop = ""  # the stop string that ended the answer
 
     def whole(self, answer: Json) -> Json:

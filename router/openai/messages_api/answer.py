@@ -52,6 +52,7 @@ class MessagesWire(AnswerWire):
     """Translates the answer of one request."""
 
     resumable = False
+    id_headers = ("x-request-id", "request-id")  # the second one is Anthropic's
 
     def __init__(self) -> None:
         self._kind = ""  # of the open block

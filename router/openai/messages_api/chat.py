@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from router.openai.errors import Json
 from router.openai.formats.wire import json_text
@@ -54,7 +55,7 @@ def field_names(body: CountBody) -> dict[str, str]:
         names[f"tools[{place}].function.parameters"] = f"tools[{place}].input_schema"
         names[f"tools[{place}].function"] = f"tools[{place}]"
     places = ["system"] * bool(body.system and _texts(body.system))
-    places += [f"messages[{number}]" for number, turn in enumerate(body.messages) for _ in _messages(turn)]
+    places += [f"messages[{number}]" for number, turn in _turns(body.messages) for _ in _messages(turn)]
     return names | {f"messages[{number}]": place for number, place in enumerate(places)}
 
 
@@ -69,10 +70,19 @@ def count_body(body: CountBody) -> TokenizeBody:
 def _prompt(body: CountBody) -> Json:
     system = _texts(body.system) if body.system else ""
     messages = [{"role": "system", "content": system}] if system else []
-    messages += [message for turn in body.messages for message in _messages(turn)]
+    messages += [message for _, turn in _turns(body.messages) for message in _messages(turn)]
     tools = [_tool(tool) for tool in body.tools] if body.tools else None
     continued = True if body.messages[-1].role == "assistant" else None  # the answer's beginning is given
     return {"messages": messages, "tools": tools, "continue_final_message": continued}
+
+
+def _turns(turns: Sequence[Turn]) -> Iterator[tuple[int, Turn]]:
+    """Yield the turns, each with the place of its first part. Consecutive ones of one role are one, as in Anthropic's
+    API: many templates demand that roles alternate.
+    """
+    for _, group in groupby(enumerate(turns), key=lambda each: each[1].role):
+        (place, first), *rest = group
+        yield place, first.model_copy(update={"content": [*first.content, *(b for _, t in rest for b in t.content)]})
 
 
 def _messages(turn: Turn) -> Iterator[Json]:

@@ -125,6 +125,7 @@ class CountBody(Body):
     tools: Annotated[list[Tool], Field(max_length=MAX_HTTP_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: dict[str, Any] | None = None  # a hint without effect: the model and its template decide
+    cache_control: dict[str, Any] | None = None  # a hint: prompts are always cached
     output_config: OutputConfig | None = None
 
     @model_validator(mode="after")

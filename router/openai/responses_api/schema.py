@@ -168,6 +168,7 @@ class ResponsesBody(Body):
     include: list[str] | None = None
     metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
     reasoning: dict[str, Any] | None = None
     safety_identifier: str | None = None

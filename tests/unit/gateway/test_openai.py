@@ -239,7 +239,7 @@ def test_fields_of_messages_have_their_places_in_the_body():
     turns = [
         {"role": "assistant", "content": uses},
         {"role": "user", "content": results},
-        {"role": "user", "content": ""},
+        {"role": "assistant", "content": ""},
     ]
     body = {"max_tokens": 1, "messages": turns, "system": "s", "tools": [{"name": "f", "input_schema": {}}]}
     rename = messages_job(checked(orjson.dumps(body), MessagesBody), "", "").rename
@@ -280,6 +280,8 @@ HELLO = [{"role": "user", "content": "x"}]
 HINTS = {
     "metadata": {"a": "b"},
     "prompt_cache_key": "k",
+    "prompt_cache_options": {"mode": "explicit"},
+    "prompt_cache_retention": "24h",
     "safety_identifier": "u",
     "service_tier": "flex",
     "store": True,
@@ -373,7 +375,7 @@ def test_constraints_of_vllm(fields, kind, value):
 def test_fields_of_vllm_are_passed_on_with_both_values(value):
     names = "include_stop_str_in_output", "skip_special_tokens", "add_special_tokens"
     fields = dict.fromkeys(names, value) | {"bad_words": ["a", "b"]}
-    ends = {"continue_final_message": value, "add_generation_prompt": not value, "reasoning_effort": "low"}
+    ends = {"continue_final_message": value, "add_generation_prompt": not value, "reasoning_effort": "max"}
     for job in (completion_job(read(**fields)), chat_job(chat(**fields, **ends))):
         request = job.requests[0]
         given = request.sampling.include_stop_str_in_output, request.sampling.skip_special_tokens
@@ -382,7 +384,7 @@ def test_fields_of_vllm_are_passed_on_with_both_values(value):
     assert (shown.continue_final_message, shown.add_generation_prompt, shown.reasoning_effort) == (
         value,
         not value,
-        "low",
+        "max",
     )
     body = {
         "messages": [{"role": "user", "content": "x"}],
