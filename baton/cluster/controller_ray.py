@@ -299,9 +299,11 @@ def follow(
     clock: Clock | None = None,
     *,
     attach: bool = False,
+    renew: Callable[[], None] = lambda: None,
 ) -> None:
     """Watch the controller until `stop`; call `ready` once. Raises start errors before that, NoWorker if it is lost.
-    `attach`: the cluster already serves, so a worker that does not start is no error.
+    `attach`: the cluster already serves, so a worker that does not start is no error. `renew` is called every 2 s, and
+    its LedgerErrors are ignored.
     """
     clock, reported = clock or SystemClock(), False
     answered_at = clock.monotonic()
@@ -313,6 +315,8 @@ def follow(
                 raise NoWorker(f"the controller in Ray does not answer: {type(error).__name__}") from None
             continue
         answered_at = clock.monotonic()
+        with suppress(LedgerError):
+            renew()
         if not reported and state.error is not None:
             if not attach:
                 raise state.error

@@ -13,9 +13,10 @@ from baton.cli.target import Admins
 from baton.client.types import ClusterStatus
 from baton.clock import SystemClock
 from baton.cluster.controller_ray import serving_workers
+from baton.cluster.follower_lease import LEASE_S, FollowerLease
 from baton.control_plane import Slot
 from baton.core import Incarnation, Role, WorkerInfo, WorkerRef
-from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, LedgerError, NoWorker
+from baton.errors import BatonError, ConfigError, DeadlineExceeded, InvalidRequest, LedgerError, NoWorker
 from baton.ledger.control_state import ControlReport, ControlState, Decision, RouterReport, WorkerCommand, WorkerDemand
 from baton.ledger.redis_client import COMMANDS, Connection
 from baton.ledger.registry import Ledger
@@ -46,6 +47,23 @@ async def test_a_cluster_serves_with_a_controller_and_a_decode_worker(board, led
     assert await serving_workers(server.url, name) == 1
     await ledger.deregister((await ledger.workers())[0].ref)
     assert await serving_workers(server.url, name) == 0
+
+
+async def test_one_host_at_a_time_runs_a_cluster(ledger, server):
+    name = ledger.connection.key("x").split(":")[1]
+    first, second = (FollowerLease(server.url, name, host) for host in ("host-1", "host-2"))
+    await call(first.take)
+    await call(first.take)
+    for refused in (second.take, first.check):
+        with pytest.raises(ConfigError, match="name: `baton up` on host-1 runs cluster"):
+            await call(refused)
+    assert 0 < raw(server).pttl(ledger.connection.key("up")) <= 1000 * LEASE_S
+    await call(second.__exit__)
+    with pytest.raises(ConfigError, match="host-1"):
+        await call(second.check)
+    await call(first.__exit__)
+    await call(second.check)
+    await call(second.take)
 
 
 async def test_one_plan_of_the_highest_number_stays(board):

@@ -182,19 +182,25 @@ def controller(
             typer.echo(f"the workers of cluster {cluster.name!r} have ended")
             return
         from baton.cli.cluster.serve import role_factories  # these two import the engine
+        from baton.cluster.follower_lease import FollowerLease
         from baton.worker.process import WorkerActor
 
         parts = controller_ray.Parts(WorkerActor, role_factories())
-        there = controller_ray.ensure(ray, cluster, parts, stopped, detached=not bound)
-        if follow:
+        lease = FollowerLease(cluster.redis.url, cluster.name)
+        if not follow:
+            lease.check()
+            controller_ray.ensure(ray, cluster, parts, stopped, detached=not bound)
+            typer.echo(f"the controller of cluster {cluster.name!r} is in the Ray cluster at {cluster.ray.address}")
+            return
+        with lease:
+            there = controller_ray.ensure(ray, cluster, parts, stopped, detached=not bound)
             controller_ray.follow(
                 ray,
                 there,
                 stopped,
                 lambda state: report_ready({"workers": state.workers, "pid": os.getpid()}),
                 attach=attach,
+                renew=lease.take,
             )
-        else:
-            typer.echo(f"the controller of cluster {cluster.name!r} is in the Ray cluster at {cluster.ray.address}")
     finally:
         ray.shutdown()

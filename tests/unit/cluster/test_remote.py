@@ -176,6 +176,14 @@ def test_who_attaches_to_a_cluster_that_serves_does_not_wait_for_a_worker_that_f
     assert told == one.said
 
 
+def test_who_follows_renews_its_lease_and_ends_if_another_host_has_it(ray, one, clock):
+    one.said = [ControllerProgress(ready=True, workers=2)]
+    renew = Mock(side_effect=[None, LedgerError("Redis is away"), None, ConfigError("another host")])
+    with pytest.raises(ConfigError, match="another host"):
+        follow(ray, one, waits(clock, 20), lambda state: None, clock, renew=renew)
+    assert renew.call_count == 4
+
+
 def test_who_follows_learns_why_a_worker_did_not_start(ray, one, clock):
     one.said = [ControllerProgress(ready=False, workers=2, error=LedgerError("Redis is away"))]
     with pytest.raises(LedgerError, match="Redis is away"):
