@@ -121,7 +121,7 @@ without-kernels: $(SETUP)  ## suites that depend on the kernels, as on a process
 		BATON_CPU_LEVEL=none $(PYTEST) $(PARALLEL) -m "not chaos and not serial" --sample $$suites
 
 chaos: $(SETUP)  ## whole matrices, of which `make check` and `make test` run a share, and long faults
-	@$(PYTEST) -m "chaos or sample" $(NONE_IS_FINE)
+	@$(PYTEST) $(WITH_CLUSTERS) -m "chaos or sample" $(NONE_IS_FINE)
 	@$(MAKE) --no-print-directory without-kernels
 
 soak: $(SETUP)  ## load of all features under 28 kinds of faults, in resumable pieces (SOAK="--of 2 --seed 7 --control"; docs/measurements/faults.md)

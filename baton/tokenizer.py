@@ -325,9 +325,9 @@ def _declared_tokens(folder: Path, config: _Json) -> list[tokenizers.AddedToken]
     """Return the tokens of tokenizer_config.json, as `transformers` adds them. Older files count if it lists none."""
     listed = config.get("added_tokens_decoder")
     if not isinstance(listed, dict):
-        older = read_object(folder / "added_tokens.json")
+        older = _checked(folder / "added_tokens.json", by_id=True)
         listed = {token_id: {"content": text, "special": False} for text, token_id in older.items()}
-        config = config | read_object(folder / "special_tokens_map.json")
+        config = config | _checked(folder / "special_tokens_map.json")
     by_id = sorted(listed.items(), key=lambda item: int(item[0]))
     names = [*_NAMED, *(name for name in config if name.endswith("_token") and name not in _NAMED)]
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
@@ -337,6 +337,19 @@ def _declared_tokens(folder: Path, config: _Json) -> list[tokenizers.AddedToken]
     found = {_content(value): _added(value, special=_content(value) in special) for _, value in by_id}
     found |= {_content(value): _added(value, special=True) for value in more if _content(value) not in found}
     return [token for text, token in found.items() if text]
+
+
+def _checked(path: Path, *, by_id: bool = False) -> _Json:
+    """Return the tokens of a small file, perhaps with their ids. Raises CheckpointError."""
+    found = read_object(path)
+    for name, value in found.items():
+        if by_id and type(value) is not int:
+            raise CheckpointError(f"{path}: the id of {name!r} must be a whole number, got {value!r}")
+    try:
+        json.dumps(found, ensure_ascii=False).encode()
+    except ValueError as error:  # half a surrogate pair
+        raise CheckpointError(f"{path}: a token is invalid: {error}") from error
+    return found
 
 
 def _content(value: object) -> str:

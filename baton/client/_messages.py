@@ -23,7 +23,7 @@ Chat: TypeAlias = Sequence[types.ChatMessage | Mapping[str, Any]]
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 
 _SAMPLING = frozenset(common.Sampling.DESCRIPTOR.fields_by_name)
-_TURN = ("role", "content", "tool_calls", "tool_call_id")
+_TURN = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning")
 _CONSTRAINT = frozenset({"json_schema", "regex", "choices", "grammar"})
 
 
@@ -41,15 +41,18 @@ def generate_request(prompt: types.Prompt, options: types.Options) -> inference.
 
 
 def chat_request(messages: Chat, options: types.Options, tools: Tools = ()) -> inference.GenerateRequest:
-    """Like `generate_request`, for a conversation and OpenAI's `tools`. Raises TypeError also for an unknown field."""
+    """Like `generate_request`, for a conversation and OpenAI's `tools`. A message may be a mapping as of OpenAI's API:
+    text parts are joined with line breaks, as over HTTP. Raises TypeError also for an unknown field.
+    """
     request = _options(options)
     request.chat.SetInParent()
     if tools:
         request.chat.tools = _json(list(tools), "prompt.chat.tools")
     for number, message in enumerate(messages):
-        turn, where = message if isinstance(message, types.ChatMessage) else _turn(message), f"prompt.chat[{number}]."
-        added = request.chat.messages.add()
-        for name, value in (("role", turn.role), ("content", turn.content), ("tool_call_id", turn.tool_call_id)):
+        where, added = f"prompt.chat[{number}].", request.chat.messages.add()
+        turn, more = (message, {}) if isinstance(message, types.ChatMessage) else _turn(message, where)
+        fields = {"role": turn.role, "content": turn.content, "tool_call_id": turn.tool_call_id, **more}
+        for name, value in fields.items():
             added.MergeFrom(_field(inference.ChatMessage, name, value, where))
         for call in turn.tool_calls:
             values = {"id": call.id, "name": call.name, "arguments": call.arguments}
@@ -126,13 +129,28 @@ def _set(request: inference.GenerateRequest, name: str, value: Any) -> None:
         request.MergeFrom(_field(inference.GenerateRequest, name, value, ""))
 
 
-def _turn(message: Mapping[str, Any]) -> types.ChatMessage:
+def _turn(message: Mapping[str, Any], where: str) -> tuple[types.ChatMessage, dict[str, Any]]:
+    """Return a message, and the fields of the wire that `types.ChatMessage` lacks."""
     unknown = [name for name, value in message.items() if name not in _TURN and value is not None]
     if unknown:
         raise TypeError(f"unknown field {unknown[0]!r} of a message; must be one of {', '.join(_TURN)}")
     calls = tuple(call if isinstance(call, types.ToolCall) else _call(call) for call in message.get("tool_calls") or ())
     content = message.get("content") or "" if calls else message["content"]
-    return types.ChatMessage(message["role"], content, calls, message.get("tool_call_id"))
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    turn = types.ChatMessage(message["role"], _joined(content, where), calls, message.get("tool_call_id"))
+    return turn, {"name": message.get("name"), "reasoning": reasoning}
+
+
+def _joined(content: Any, where: str) -> Any:
+    """Return text parts as one text, and another content as it is."""
+    if not isinstance(content, list | tuple):
+        return content
+    texts: list[Any] = [
+        part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"
+    ]
+    if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
+        raise InvalidRequest.of(f"{where}content", 'parts must be {"type": "text", "text": ...}')
+    return "\n".join(texts)
 
 
 def _call(call: Mapping[str, Any]) -> types.ToolCall:

@@ -6,9 +6,9 @@ import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import structlog
 
@@ -35,6 +35,8 @@ _PLAIN = (
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "  # as in `transformers`
+_MARK = "90317460258"  # digits, because a template may change the case of names
+_NO_CALLS = "the model's chat template does not support tool calls"
 _GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
@@ -155,20 +157,109 @@ def _message_violations(place: str, message: pb.ChatMessage) -> Iterator[Violati
 
 def _unsupported(chat: pb.ChatMessages, tools: object, template: Template) -> Iterator[Violation]:
     """Yield the parts of a conversation that the template would drop."""
-    if tools and not template.mentions("tools"):
+    if tools and "tools" not in template.variables:  # a field is not enough: Phi-4-mini reads `message.tools`
         yield Violation("chat.tools", "the model's chat template does not support tools")
     with_calls = [place for place, message in enumerate(chat.messages) if message.tool_calls]
     if with_calls and not template.mentions("tool_calls"):
-        text = "the model's chat template does not support tool calls"
-        yield Violation(f"chat.messages[{with_calls[0]}].tool_calls", text)
+        yield Violation(f"chat.messages[{with_calls[0]}].tool_calls", _NO_CALLS)
 
 
-def _rendered(template: Template, variables: dict[str, object], chat: pb.ChatMessages) -> str:
-    """Render with the arguments of calls as objects, or else as the JSON text that some templates take."""
-    objects, texts = ([_message(each, decoded=decoded) for each in chat.messages] for decoded in (True, False))
+class _Form(NamedTuple):
+    """The form in which a template gets messages."""
+
+    decoded: bool = True  # arguments of calls as objects
+    parts: bool = False  # contents as lists of parts
+    none: bool = False  # None as the content of calls without one
+
+
+def _rendered(template: Template, variables: Json, chat: pb.ChatMessages) -> str:
+    """Render in the usual form. A template that drops texts or calls gets them in the form in which it does not."""
     if chat.continue_final_message:
-        for last in (objects[-1], texts[-1]):
-            last["content"] = f"{last['content']}{_CONTINUED}"
+        given, chat = chat, pb.ChatMessages()
+        chat.CopyFrom(given)
+        chat.messages[-1].content += _CONTINUED
+    form, text = _with_contents(template, variables, chat)
+    dropped = _dropped_call(template, variables, chat, form)
+    if dropped is None:
+        return text
+    none, split = form._replace(none=True), _split(chat)
+    others = [(chat, none)] if chat.continue_final_message else [(chat, none), (split, form), (split, none)]
+    for asked, each in others:
+        with suppress(TemplateFailed):
+            text = _written(template, variables, asked, each)
+            if _dropped_call(template, variables, asked, each) is None:
+                return text
+    raise InvalidRequest.of(f"chat.messages[{dropped}].tool_calls", f"{_NO_CALLS} here, it drops one of them")
+
+
+def _split(chat: pb.ChatMessages) -> pb.ChatMessages:
+    """Return a conversation with each call in a message of its own, behind its content and before its results.
+    DeepSeek-V3 writes no call next to a content, and gpt-oss only the first call of a message.
+    """
+    split, results = pb.ChatMessages(), set[int]()
+    for place, message in enumerate(chat.messages):
+        said = pb.ChatMessage()
+        said.CopyFrom(message)
+        if message.tool_calls:
+            del said.tool_calls[:]
+        if place not in results and (said.content or not message.tool_calls):
+            split.messages.append(said)
+        for call in message.tool_calls:
+            split.messages.add(role=message.role, tool_calls=[call])
+            found = _results(chat, place, call.id)
+            split.messages.extend(chat.messages[each] for each in found)
+            results.update(found)
+    return split
+
+
+def _results(chat: pb.ChatMessages, place: int, call_id: str) -> list[int]:
+    """Return the places of the results of a call, of those that directly follow its message."""
+    following = takewhile(lambda each: chat.messages[each].role == "tool", range(place + 1, len(chat.messages)))
+    return [each for each in following if call_id and chat.messages[each].tool_call_id == call_id]
+
+
+def _with_contents(template: Template, variables: Json, chat: pb.ChatMessages) -> tuple[_Form, str]:
+    """Render with contents as texts. If the template fails or does not write the last text of the user, try parts."""
+    usual, parts, text, failure = _Form(), _Form(parts=True), "", None
+    said = (message.content.strip() for message in reversed(chat.messages) if message.role == "user")
+    last = next(filter(None, said), "")
+    try:
+        text = _written(template, variables, chat, usual)
+        if last in text:
+            return usual, text
+    except TemplateFailed as error:
+        failure = error
+    with suppress(TemplateFailed):
+        other = _written(template, variables, chat, parts)
+        if last in other:
+            return parts, other
+    if failure is not None:
+        raise failure
+    return usual, text  # the template changes texts
+
+
+def _dropped_call(template: Template, variables: Json, chat: pb.ChatMessages, form: _Form) -> int | None:
+    """Return the first message with a call that the template does not write, or None. Names get marks for this, because
+    they may also be in `tools`.
+    """
+    if not any(message.tool_calls for message in chat.messages):
+        return None
+    marked, marks = pb.ChatMessages(), list[tuple[int, str]]()
+    marked.CopyFrom(chat)
+    for place, message in enumerate(marked.messages):
+        for call in message.tool_calls:
+            marks.append((place, f"{_MARK}{len(marks)}0"))
+            call.name += marks[-1][1]
+    try:
+        text = _written(template, variables, marked, form)
+    except TemplateFailed:  # it may check names
+        return None
+    return next((place for place, mark in marks if mark not in text), None)
+
+
+def _written(template: Template, variables: Json, chat: pb.ChatMessages, form: _Form) -> str:
+    """Render with the arguments of calls as objects, or else as the JSON text that some templates take."""
+    objects, texts = ([_message(m, form._replace(decoded=each)) for m in chat.messages] for each in (True, False))
     try:
         return template.render(variables | {"messages": objects})
     except TemplateFailed:
@@ -178,9 +269,14 @@ def _rendered(template: Template, variables: dict[str, object], chat: pb.ChatMes
         raise
 
 
-def _message(message: pb.ChatMessage, *, decoded: bool) -> dict[str, object]:
-    """Return a message in the form of OpenAI's API, as templates expect it, perhaps with decoded arguments of calls."""
-    found: dict[str, object] = {"role": message.role, "content": message.content}
+def _message(message: pb.ChatMessage, form: _Form) -> Json:
+    """Return a message in the form of OpenAI's API, as templates expect it."""
+    role = "system" if message.role == "developer" else message.role  # templates use the older name
+    found: Json = {"role": role, "content": message.content}
+    if form.none and message.tool_calls and not message.content:
+        found["content"] = None
+    elif form.parts:
+        found["content"] = [_Part(type="text", text=message.content)]
     if message.HasField("name"):
         found["name"] = message.name
     if message.HasField("tool_call_id"):
@@ -190,8 +286,15 @@ def _message(message: pb.ChatMessage, *, decoded: bool) -> dict[str, object]:
         if not (message.content and message.tool_calls):  # gpt-oss rejects reasoning with both
             found["thinking"] = message.reasoning
     if message.tool_calls:
-        found["tool_calls"] = [_call(call, decoded) for call in message.tool_calls]
+        found["tool_calls"] = [_call(call, form.decoded) for call in message.tool_calls]
     return found
+
+
+class _Part(dict[str, object]):
+    """A part of a content. A template that writes it as it is takes texts."""
+
+    def __repr__(self) -> str:
+        raise TemplateFailed("it writes a part of a content as it is")
 
 
 class _Object(dict[str, object]):

@@ -54,7 +54,7 @@ class Template:
             self._template = environment.from_string(tree)
         except _UNREADABLE as error:
             raise TemplateFailed(f"{type(error).__name__}: {error}") from error
-        self.tool_form = tool_form(source) if self.mentions("tools") else ""
+        self.tool_form = tool_form(source) if "tools" in self.variables else ""
         self._clock = clock
 
     def mentions(self, word: str) -> bool:

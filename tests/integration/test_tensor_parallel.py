@@ -76,15 +76,17 @@ def ranks_of(folder_of):
         yield running
 
 
-def answers(backend, seed):
-    """Return the tokens of nine concurrent requests that share prefixes, are chunked, and exceed the pool."""
+def answers(backend, seed, *, hits=True):
+    """Return the tokens of nine concurrent requests that share prefixes, are chunked, and exceed the pool. `hits`:
+    whether each draw finds a prefix in the cache. One of recurrent layers must have a checkpoint left.
+    """
     rng = random.Random(seed)
     engine = engine_of(backend, 18, max_batched_tokens=48, max_running=6)
     shared = numbers(rng, 20)
     prompts = [(() if number % 3 else shared) + numbers(rng, rng.randint(10, 50)) for number in range(9)]
     tokens = run(engine, [spec_of(prompt, max_tokens=rng.randint(20, 40)) for prompt in prompts]).tokens
     assert engine.counters.preemptions > 0
-    assert engine.counters.cached_tokens > 0
+    assert engine.counters.cached_tokens > 0 or not hits
     return tokens
 
 
@@ -106,9 +108,8 @@ def test_tokens_are_those_of_one_process(folder_of, ranks_of, family, kv_heads, 
     whole = load_model(folder_of(family, kv_heads), block_size=BLOCK)
     backend = ranks_of(family, size, shared_memory, kv_heads)
     assert (backend.layout, backend.fingerprint) == (whole.layout, whole.fingerprint)
-    first = answers(backend, seed)
-    assert first == answers(whole, seed)
-    assert first == answers(backend, seed)
+    first, *others = (answers(each, seed, hits=family in {"llama", "qwen3"}) for each in (backend, whole, backend))
+    assert others == [first, first]
 
 
 def logits_of(backend, seed):

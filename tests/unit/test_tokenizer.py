@@ -315,6 +315,13 @@ def test_programs_that_convert_get_no_input():
         ("config.json", "[]"),
         ("config.json", '{"eos_token_id": "x"}'),
         ("generation_config.json", '{"eos_token_id": [1, -1]}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"a": {"content": "<x>"}}}'),
+        ("tokenizer_config.json", '{"eos_token": "\\ud800"}'),
+        ("added_tokens.json", '{"<x>": null}'),
+        ("added_tokens.json", '{"<x>": "a"}'),
+        ("added_tokens.json", '{"<x>": [1]}'),
+        ("added_tokens.json", '{"\\ud800": 300}'),
+        ("special_tokens_map.json", '{"eos_token": {"content": "\\ud800"}}'),
     ],
 )
 def test_bad_file_is_named(tmp_path, name, content):

@@ -20,16 +20,19 @@ from baton.engine.models.json_fields import Fields, read_json_object
 from baton.engine.models.spec import PREFIXES, DecoderSpec, Family, Names, Sizes
 from baton.errors import CheckpointError
 
+COMPUTED = ("float32", "bfloat16")
 REFUSED = "quantised weights need a quantization_config in config.json"
 # Endings of names, and beginnings of dtypes in safetensors spelling, that show quantised weights. int32 and int64 are
 # absent because they may be buffers.
 NAMES = (".qweight", ".qzeros", ".scales", ".SCB", ".quant_map", "_packed", ".weight_scale", "_scale_inv", "_qdata")
 DTYPES = ("F8_", "F4", "F6_", "I8", "U8", "I4", "U4")
+MASKS = (".attn.bias", ".attention.bias", ".masked_bias")  # buffers of older GPT checkpoints, U8 if not BOOL
 
 
 def quantised_tensor(dtypes: Mapping[str, str]) -> str | None:
     """Return a tensor that shows quantisation, or None. `dtypes` maps tensor names to dtypes."""
-    return next((name for name, dtype in dtypes.items() if name.endswith(NAMES) or dtype.startswith(DTYPES)), None)
+    others = ((name, dtype) for name, dtype in dtypes.items() if dtype != "U8" or not name.endswith(MASKS))
+    return next((name for name, dtype in others if name.endswith(NAMES) or dtype.startswith(DTYPES)), None)
 
 
 MAX_LAYERS = 4096  # far above any model; limits the work that a hostile config can cause
@@ -57,6 +60,7 @@ class ModelConfig:
     tied: bool
     spec: DecoderSpec
     dtype: str | None  # as spelt in config.json, None if absent
+    dtype_origin: str = field(repr=False, compare=False)  # for errors
     thinking: config_variants.ThinkingConfig | None = None
     quantised: WeightFormat | None = field(default=None, repr=False)  # fingerprints have the tensors themselves
     unread_layers: int = 0  # layers for multi-token prediction, which a checkpoint may have beyond `layers`
@@ -149,6 +153,7 @@ def parse_config(fields: Fields) -> ModelConfig:
         tied=fields.flag("tie_word_embeddings", False),
         spec=spec,
         dtype=_dtype(fields),
+        dtype_origin=dtype_origin(fields),
         thinking=config_variants.parse_thinking(fields, name, layers),
         unread_layers=0 if ahead is None else fields.integer("num_nextn_predict_layers", ahead, low=0, high=MAX_LAYERS),
         quantised=declared_format(fields),
@@ -207,8 +212,18 @@ def _kv_heads(fields: Fields, heads: int, family: Family) -> int:
 
 def _dtype(fields: Fields) -> str | None:
     """Return `dtype`, or `torch_dtype`, its spelling before transformers 5."""
-    key = "dtype" if fields.has("dtype") else "torch_dtype"
+    key = _dtype_key(fields)
     return fields.text(key).removeprefix("torch.") if fields.has(key) else None
+
+
+def _dtype_key(fields: Fields) -> str:
+    return "dtype" if fields.has("dtype") else "torch_dtype"
+
+
+def dtype_origin(fields: Fields) -> str:
+    """Return where the dtype of a checkpoint is written: the key of config.json, or its tensors."""
+    key = _dtype_key(fields)
+    return f"{fields.where}: {key}" if fields.has(key) else f"{fields.where}: no dtype, and that of the tensors"
 
 
 def chosen_dtype(config: ModelConfig, wanted: str, stored: str) -> str:
@@ -216,13 +231,17 @@ def chosen_dtype(config: ModelConfig, wanted: str, stored: str) -> str:
     the dtype of config.json, else `stored`, that of the tensors. A float16 checkpoint is computed in float32: it holds
     all values, CPUs have no fast float16, and bfloat16 would drop three bits of each weight.
     """
-    return dtype_of(config.dtype, wanted, stored)
+    return dtype_of(config.dtype, wanted, stored, config.dtype_origin)
 
 
-def dtype_of(declared: str | None, wanted: str, stored: str) -> str:
+def dtype_of(declared: str | None, wanted: str, stored: str, origin: str) -> str:
     """Return the dtype to compute in, as `chosen_dtype` does for the dtype that config.json declares."""
-    name = (declared or stored) if wanted == "auto" else wanted
-    name = "float32" if name == "float16" and wanted == "auto" else name
-    if name not in {"float32", "bfloat16"}:
-        raise CheckpointError(f"dtype {name!r} is not supported (supported: auto, float32, bfloat16)")
-    return name
+    if wanted != "auto":
+        if wanted not in COMPUTED:
+            raise CheckpointError(f"dtype {wanted!r} is not supported (supported: auto, {', '.join(COMPUTED)})")
+        return wanted
+    name = declared or stored
+    if name not in (*COMPUTED, "float16"):
+        remedy = f"set model.dtype to {' or '.join(COMPUTED)}"
+        raise CheckpointError(f"{origin} {name!r} is not supported; {remedy}")
+    return "float32" if name == "float16" else name

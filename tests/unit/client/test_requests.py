@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton.client import ChatMessage, Options, ToolCall
-from baton.client._messages import build_message, chat_request, cluster_status, generate_request
+from baton.client._messages import _TURN, build_message, chat_request, cluster_status, generate_request
 from baton.errors import EngineFault, InvalidRequest
 from baton.rpc.v1 import admin_pb2 as admin
 from baton.rpc.v1 import common_pb2 as common
@@ -69,6 +69,7 @@ def test_an_unknown_option_names_the_nearest():
         generate_request("x", {"zzzzzz": 3})  # type: ignore[typeddict-unknown-key]
 
 
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 CALL = ToolCall("1", "now", 7)  # type: ignore[arg-type]
 REQUESTS: dict[str, Callable[[Any], inference.GenerateRequest]] = {
     "options": lambda given: generate_request("x", given),
@@ -96,6 +97,10 @@ REQUESTS: dict[str, Callable[[Any], inference.GenerateRequest]] = {
         ("prompt", [2**32], "prompt.token_ids"),
         ("tools", [{"x": {1}}], "prompt.chat.tools"),
         ("turn", {"role": "user", "content": 1}, "prompt.chat[0].content"),
+        ("turn", {"role": "user", "content": [IMAGE]}, "prompt.chat[0].content"),
+        ("turn", {"role": "user", "content": ["x"]}, "prompt.chat[0].content"),
+        ("turn", {"role": "user", "content": [{"type": "text", "text": 1}]}, "prompt.chat[0].content"),
+        ("turn", {"role": "user", "content": "x", "name": 1}, "prompt.chat[0].name"),
         ("turn", ChatMessage("assistant", "", [CALL]), "prompt.chat[0].tool_calls"),
         ("turn", ChatMessage("tool", "", tool_call_id=7), "prompt.chat[0].tool_call_id"),  # type: ignore[arg-type]
     ],
@@ -114,6 +119,20 @@ def test_chat_takes_messages_and_mappings():
     assert chat_request([], {}).WhichOneof("prompt") == "chat"
     with pytest.raises(TypeError, match="unknown field 'tool_cals' of a message; must be one of role, content"):
         chat_request([{"role": "user", "content": "", "tool_cals": [], "refusal": None}], {})
+
+
+def test_chat_takes_all_fields_of_the_wire_and_text_parts():
+    parts = [{"type": "text", "text": "be"}, {"type": "text", "text": "kind", "cache_control": None}]
+    said = {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
+    request = chat_request([{"role": "developer", "content": parts, "name": "Ann"}, said], {})
+    assert list(request.chat.messages) == [
+        inference.ChatMessage(role="developer", content="be\nkind", name="Ann"),
+        inference.ChatMessage(role="assistant", content="yes", reasoning="hm"),
+    ]
+    [again] = chat_request([{"role": "assistant", "content": "yes", "reasoning": "hm"}], {}).chat.messages
+    assert again == request.chat.messages[1]
+    wire = {field.name for field in inference.ChatMessage.DESCRIPTOR.fields}
+    assert {*_TURN} == wire | {"reasoning_content"}
 
 
 def test_chat_takes_tools_and_calls_of_them():

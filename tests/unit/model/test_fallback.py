@@ -15,9 +15,11 @@ from baton.core import Constraint, Role
 from baton.engine.determinism.checks import checked_shapes
 from baton.engine.determinism.shapes import FixedShapes
 from baton.engine.engine import Engine
+from baton.engine.models.config import quantised_tensor
 from baton.engine.models.fallback import choice, guard, self_check
 from baton.engine.models.fallback.attention import is_causal
 from baton.engine.models.fallback.loading import VERSION, FallbackBackend, load_transformers
+from baton.engine.models.loading import load_model
 from baton.errors import CheckpointError, ConfigError
 from baton.tokenizer import OracleTokenizer
 from baton.worker.engine_factory import load_backend, served_by
@@ -110,6 +112,53 @@ def test_incomplete_or_quantised_checkpoints_are_refused(gemma: Path, tmp_path: 
         load(tmp_path)
     with pytest.raises(ConfigError, match="between 1 and 512 for this model; got 513"):
         load(gemma, max_model_len=513)
+
+
+def add_masks(folder: Path, prefix: str, layers: str, dtype: torch.dtype) -> None:
+    """Add the buffers that transformers before 4.31 saved."""
+    mask = torch.ones(1, 1, 512, 512).tril().to(dtype)
+    names = [f"{prefix}.{layer}.{layers}" for layer in range(4)]
+    masks = {f"{name}.bias": mask.clone() for name in names} | {f"{n}.masked_bias": torch.tensor(-1e4) for n in names}
+    edit_tensors(folder, lambda tensors: tensors.update(masks))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool], ids=str)
+@pytest.mark.parametrize(("name", "at"), [("gpt_neox", ("gpt_neox.layers", "attention")), ("gpt2", ("h", "attn"))])
+def test_masks_of_older_checkpoints_are_no_weights(name: str, at: tuple[str, str], dtype: torch.dtype, tmp_path: Path):
+    oracle = fallback_models.write(name, tmp_path)
+    if name == "gpt2":  # the names of the original checkpoint
+        edit_tensors(tmp_path, lambda t: [t.update({key.removeprefix("transformer."): t.pop(key)}) for key in list(t)])
+    add_masks(tmp_path, *at, dtype)
+    edit_config(tmp_path, dtype=..., torch_dtype=...)
+    found = load(tmp_path, dtype="auto")
+    assert found.layout.dtype == "float32"
+    assert not fallback_models.difference(found, oracle)
+
+
+def test_only_masks_may_be_of_bytes():
+    mask, weight = "h.0.attn.bias", "h.0.attn.c_attn.bias"
+    assert quantised_tensor({mask: "U8", f"{mask}.x": "F32"}) is None
+    assert [quantised_tensor({mask: "U8", weight: "U8"}), quantised_tensor({mask: "I8"})] == [weight, mask]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("load", [load_transformers, load_model])
+def test_a_dtype_that_is_not_supported_is_named_with_its_origin(load: Any, tmp_path: Path):
+    random_checkpoint(tmp_path, "llama")
+    edit_config(tmp_path, dtype=..., torch_dtype="float64")
+    remedy = "'float64' is not supported; set model.dtype to float32 or bfloat16"
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path, dtype="auto")
+    assert str(caught.value) == f"{tmp_path}/config.json: torch_dtype {remedy}"
+    edit_config(tmp_path, torch_dtype=...)
+    edit_tensors(tmp_path, lambda tensors: tensors.update({name: each.double() for name, each in tensors.items()}))
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path, dtype="auto")
+    assert str(caught.value) == f"{tmp_path}/config.json: no dtype, and that of the tensors {remedy}"
+    with pytest.raises((CheckpointError, ConfigError), match=r"^(model\.)?dtype .*auto, float32, bfloat16"):
+        load(tmp_path, dtype="int4")
+    assert load(tmp_path, dtype="float32").layout.dtype == "float32"
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from baton.errors import InvalidRequest
 from baton.limits import MAX_RENDERED_CHARS, MAX_TEMPLATE_CHARS
@@ -109,7 +110,10 @@ async def test_a_request_takes_a_conversation(tmp_path):
         await RequestParser(tokenizer, "m").parse(asked, "r", 100)
 
 
-WRITTEN = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{{ CALL }}{% endfor %};{% endfor %}"
+WRITTEN = (
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{{ CALL }}{% endfor %};"
+    "{% endfor %}"
+)
 
 
 @pytest.mark.parametrize("call", ["'' + c.function.arguments", "c.function.arguments", "'a' ~ c.function.arguments"])
@@ -122,6 +126,114 @@ async def test_a_template_gets_arguments_in_the_form_that_it_takes(tmp_path, cal
     peer = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     assert prompt == peer.apply_chat_template(messages, tokenize=False, chat_template=template)
     assert CALL.arguments in prompt
+
+
+# DeepSeek-V3, R1 and its distilled models write a call only if the content is None.
+NONE = (
+    "{% for m in messages %}{% if m.role == 'assistant' and m.content is none %}{% for c in m.tool_calls %}"
+    "{{ '<call>' + c.function.name + c.function.arguments }}{% endfor %}{% else %}{{ m.content + '' }}{% endif %}"
+    "{% endfor %}{{ tools }}"
+)
+NOT_HERE = "the model's chat template does not support tool calls here, it drops one of them"
+
+
+@pytest.mark.parametrize("tools", [None, [WEATHER]])
+async def test_a_call_without_content_reaches_a_template_that_writes_it_only_if_there_is_none(tmp_path, tools):
+    """The called name is also in the tools."""
+    asked = chat(*CALLED, tools=json.dumps(tools) if tools else None)
+    prompt = await Chats.of(model(tmp_path, NONE)).prompt(asked)
+    messages: list[Any] = [as_peer_takes_it(message) for message in CALLED]
+    messages[1]["content"], messages[1]["tool_calls"][0]["function"]["arguments"] = None, CALL.arguments
+    [right], _ = render_jinja_template([messages], chat_template=NONE, tools=tools)
+    assert prompt == right, "as `apply_chat_template` rendered it before it removed None"
+    assert f"<call>weather{CALL.arguments}" in prompt
+
+
+SPOKEN = pb.ChatMessage(role="assistant", content="I look", tool_calls=[CALL])
+ONE_OF_TWO = pb.ChatMessage(role="assistant", tool_calls=[CALL, pb.ToolCall(id="2", name="clock", arguments="{}")])
+ONLY_FIRST = (
+    "{% for m in messages %}{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "calling"),
+    [
+        ("{% for m in messages[:1] %}{{ m.content }}{{ m.tool_calls }}{% endfor %}", SPOKEN),
+        ("{% for m in messages %}{{ m.content + '' }}{% if m.tool_calls is mapping %}{% endif %}{% endfor %}", SPOKEN),
+    ],
+    ids=["the first message only", "none"],
+)
+async def test_a_call_that_a_template_drops_in_each_form_is_refused(tmp_path, template, calling):
+    with pytest.raises(InvalidRequest) as caught:
+        await Chats.of(model(tmp_path, template)).prompt(chat(CALLED[0], calling, CALLED[2]))
+    assert [*map(str, caught.value.violations)] == [f"chat.messages[1].tool_calls: {NOT_HERE}"]
+
+
+@pytest.mark.parametrize(
+    ("template", "calling", "prompt"),
+    [
+        (NONE, SPOKEN, 'How is it?I look<call>weather{"a":1}{"rain": true}late'),
+        (ONLY_FIRST, ONE_OF_TWO, 'How is it?weather{"rain": true}clocklate'),
+    ],
+    ids=["content and a call", "two calls"],
+)
+async def test_a_call_that_a_template_drops_next_to_others_has_its_own_message(tmp_path, template, calling, prompt):
+    """Each call is followed by its result."""
+    calling.tool_calls[0].arguments = '{"a":1}'
+    results = [CALLED[2], pb.ChatMessage(role="tool", tool_call_id="2", content="late")]
+    written = await Chats.of(model(tmp_path, template)).prompt(chat(CALLED[0], calling, *results))
+    assert written.removesuffix("None") == prompt
+
+
+async def test_a_template_that_checks_names_of_calls_gets_them(tmp_path):
+    checks = "{% for c in messages[1].tool_calls %}{{ {'weather': 'rain'}[c.function.name] + '' }}{% endfor %}"
+    assert await Chats.of(model(tmp_path, checks)).prompt(chat(*CALLED)) == "rain"
+
+
+ONLY_PARTS = (
+    "{% for m in messages %}{{ m.role }}: {% for p in m['content'] | selectattr('type', 'equalto', 'text') %}"
+    "{{ p['text'] }}{% endfor %}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %};{% endfor %}"
+)
+FIRST_PART = "{% for m in messages %}{{ m.role + ': ' + m.content[0]['text'] + ';' }}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [ONLY_PARTS, FIRST_PART], ids=["drops", "fails"])
+@pytest.mark.parametrize("continued", [False, True])
+async def test_a_template_that_takes_only_parts_gets_contents_as_parts(tmp_path, template, continued):
+    turns = ASKED[:3] if continued else ASKED
+    prompt = await Chats.of(model(tmp_path, template)).prompt(chat(*turns, continue_final_message=continued))
+    messages = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in turns]
+    peer = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    right = peer.apply_chat_template(messages, tokenize=False, chat_template=template)
+    assert prompt == (right.removesuffix(";") if continued else right)
+    assert "Hi 'you' <b>&" in prompt
+
+
+async def test_calls_reach_a_template_that_takes_only_parts(tmp_path):
+    wanted = 'user: How is it?;assistant: weather;tool: {"rain": true};'
+    assert await Chats.of(model(tmp_path, ONLY_PARTS)).prompt(chat(*CALLED)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("changing", "text"),
+    [
+        ("m.content | upper", "HELLO"),
+        ("m.content[:2]", "He"),
+        ("'' ~ m.content[:2]", "He"),
+        ("'hi' if m.content is string else 'no'", "hi"),
+    ],
+)
+async def test_a_template_that_changes_texts_gets_texts(tmp_path, changing, text):
+    """The middle ones would write a list of parts as Python shows it."""
+    template = f"{{% for m in messages %}}{{{{ {changing} }}}}{{% endfor %}}"
+    assert await Chats.of(model(tmp_path, template)).prompt(chat(("user", "Hello"))) == text
+
+
+async def test_developers_are_the_system_for_templates(tmp_path):
+    chats = Chats.of(model(tmp_path, "{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}"))
+    assert await chats.prompt(chat(("developer", "be brief"), ("user", "x"))) == "system=be brief;user=x;"
 
 
 async def test_reasoning_of_earlier_answers_reaches_the_template(tmp_path):
@@ -176,6 +288,13 @@ async def test_the_oracle_has_a_plain_template_and_the_demo_model_reads_what_was
     assert await Chats.of(tokenizer).prompt(chat(("user", "A flute"), ("user", "is an"))) == "A flute is an"
 
 
+# Phi-4-mini takes tools as a field of the system message, which no API has.
+OWN_TOOLS = (
+    "{% for m in messages %}{% if 'tools' in m and m['tools'] is not none %}<tool_call>{{ m['tools'] }}{% endif %}"
+    "{{ m.content }}{% endfor %}"
+)
+
+
 @pytest.mark.parametrize(
     ("source", "form"),
     [
@@ -193,6 +312,8 @@ async def test_the_oracle_has_a_plain_template_and_the_demo_model_reads_what_was
         ("{{ tools }}[func_name1(params_name1=value)]", "pythonic"),
         ("{{ tools }}<tool_call>\n<function=", "json"),
         ("{% if tools %}{% endif %}", "json"),
+        ("{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}<tool_call>", "hermes"),
+        (OWN_TOOLS, ""),
         ("<tool_call>", ""),
     ],
 )
@@ -212,13 +333,15 @@ async def test_of_several_templates_the_one_for_tools_is_taken(tmp_path):
 
 @pytest.mark.parametrize("turn", CALLED[1:], ids=["call", "result"])
 async def test_the_template_for_tools_renders_past_calls_without_tools(tmp_path, turn):
-    of_tools = "{% for each in tools %}{% endfor %}{{ tools }}{{ messages[0].tool_calls | length }} calls"
+    names = "{{ messages[0].tool_calls | map(attribute='function.name') | join }}"
+    of_tools = "{% for each in tools %}{% endfor %}{{ tools }}" + names + " calls"
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": of_tools}]
     chats = Chats.of(model(tmp_path, named))
-    assert await chats.prompt(chat(turn)) == f"[]{len(turn.tool_calls)} calls"
+    name = "".join(call.name for call in turn.tool_calls)
+    assert await chats.prompt(chat(turn)) == f"[]{name} calls"
     (tmp_path / "one").mkdir()
     chats = Chats.of(model(tmp_path / "one", of_tools.replace("tools %}", "tools or [] %}")))
-    assert await chats.prompt(chat(turn)) == f"None{len(turn.tool_calls)} calls", "as transformers renders it"
+    assert await chats.prompt(chat(turn)) == f"None{name} calls", "as transformers renders it"
 
 
 async def test_the_first_unknown_variables_are_named(tmp_path):
@@ -293,6 +416,7 @@ ALTERNATE = "the model's chat template rejects it: Conversation roles must alter
         *((template, chat(*ASKED), "chat", words) for template, words in UNUSABLE),
         *((X_TIMES, *wrong) for wrong in WRONG_TURNS),
         (TEXTS["mistral"], chat(("assistant", "x")), "chat", ALTERNATE),
+        (OWN_TOOLS, chat(("user", "x"), tools=json.dumps([WEATHER])), "chat.tools", "does not support tools"),
     ],
 )
 async def test_what_no_prompt_can_be_made_of_is_refused_by_name(tmp_path, template, asked, field, words):

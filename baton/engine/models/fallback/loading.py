@@ -24,7 +24,7 @@ from baton.engine.kernels.base import Kernels, Splits
 from baton.engine.kernels.select import block_copy, choose_kernels
 from baton.engine.kv_cache import DTYPES, KVCache, exposed_memory
 from baton.engine.models.checkpoint import Checkpoint, LoadProgress, Progress, weight_files
-from baton.engine.models.config import dtype_of
+from baton.engine.models.config import dtype_of, dtype_origin
 from baton.engine.models.fallback import attention, guard, self_check
 from baton.engine.models.json_fields import Fields, read_json_object
 from baton.engine.models.thinking import Thinker
@@ -112,7 +112,7 @@ def load_transformers(
     limit = guard.positions_limit(config)
     if not 1 <= (max_model_len or limit) <= limit:
         raise ConfigError(f"model.max_model_len must be between 1 and {limit} for this model; got {max_model_len}")
-    kind = _chosen_dtype(folder, config, dtype)
+    kind = _chosen_dtype(folder, config, dtype, dtype_origin(fields))
     digest = _digest(folder, progress)
     attention.register()
     model = _with_weights(folder, DTYPES[kind]).to(device)
@@ -135,14 +135,15 @@ def load_transformers(
     return backend
 
 
-def _chosen_dtype(folder: Path, config: PretrainedConfig, wanted: str) -> str:
+def _chosen_dtype(folder: Path, config: PretrainedConfig, wanted: str, origin: str) -> str:
     """Return the dtype as for native models. Raises CheckpointError for quantised weights and incomplete files."""
     checkpoint = Checkpoint(folder, digests=False)
     with safe_open(weight_files(folder)[0], framework="pt") as first:
-        stored = checkpoint.stored_dtype(next(iter(first.keys())))
+        found = [checkpoint.stored_dtype(name) for name in first.keys()]  # noqa: SIM118  (no mapping)
     checkpoint.finish(("",))
     declared = None if config.dtype is None else str(config.dtype).removeprefix("torch.")
-    return dtype_of(declared, wanted, stored)
+    stored = next((each for each in found if each != "unknown"), "unknown")  # masks may come before weights
+    return dtype_of(declared, wanted, stored, origin)
 
 
 def _digest(folder: Path, progress: Progress | None) -> str:
@@ -171,7 +172,8 @@ def _with_weights(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
             output_loading_info=True,
         )
     for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
-        if names := sorted(map(str, found[problem])):
+        names = sorted(name for name in map(str, found[problem]) if not name.endswith(".masked_bias"))  # of GPT-2
+        if names:
             raise CheckpointError(f"{folder}: {problem.replace('_keys', ' tensors')}: {', '.join(names[:3])}")
     return model.eval().requires_grad_(False)
 
