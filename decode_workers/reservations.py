@@ -186,7 +186,7 @@ class Reservations:
             self._give_up(entry, sender)
 
     def lost(self, sender: WorkerRef) -> None:
-        for entry in self.entries():
+        for entry in [each for each in self.entries() if each.sender == sender]:  # set once, so it needs no lock
             self._give_up(entry, sender)
 
     def _give_up(self, entry: Entry, sender: WorkerRef) -> None:

@@ -15,7 +15,8 @@ missing, repeated, changed or swapped does. It detects accidents, not attacks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,10 +58,16 @@ class KVDigest:
         with np.errstate(over="ignore"):
             self._sum += (hashed * (_mixed(self._places(frame)) | np.uint64(1))).sum(dtype=np.uint64)
 
-    def add_all(self, kv: KVCache, blocks: Sequence[int], begin: int, end: int) -> None:
-        """Add positions [begin, end) of all layers of a sequence in `blocks`."""
+    def add_all(
+        self, kv: KVCache, lent: Callable[[], AbstractContextManager[Sequence[int]]], begin: int, end: int
+    ) -> None:
+        """Add positions [begin, end) of all layers of a sequence. Its blocks are `lent` for a copy of one layer at a
+        time, so that a fence never waits for a hash. Nothing may write to them in between.
+        """
         for frame in whole_layers(kv.layout, begin, end):
-            self.add(frame, kv.copied(frame.layers, blocks, begin, end))
+            with lent() as blocks:
+                data = kv.copied(frame.layers, blocks, begin, end).cpu()  # waits for the device
+            self.add(frame, data)
 
     @property
     def value(self) -> bytes:

@@ -99,9 +99,7 @@ Item = Frame | EndOfHandoff | pb.PeerCommand | None
 
 
 class ReceiveQueue:
-    """Items for the receiving thread, from the event loop or from the control socket. Each path keeps its order. Only
-    `EndOfHandoff.after` orders items across the two paths.
-    """
+    """Items from the event loop and the control socket. Only `EndOfHandoff.after` orders those of different paths."""
 
     def __init__(self) -> None:
         self.control_socket: ControlPath | None = None  # set by the receiving thread before its first `take`
@@ -333,11 +331,13 @@ class ReceiveLoop:
             self._reply(refusal_to_pb(error, inbound.handoff))
 
     def _conclude(self, ended: EndOfHandoff) -> None:
-        """Commit or drop an ended handoff. A bad commit raises InvalidRequest or FrameRefused; the session ends."""
-        inbound, message = ended.inbound, ended.commit
-        del self.inbound[inbound.handoff]
-        if message is None:
-            return
+        """Commit or drop an ended handoff. Until its commit was answered, it is in `inbound` and keeps the session."""
+        if ended.commit is not None:
+            self._answer(ended.inbound, ended.commit)
+        del self.inbound[ended.inbound.handoff]
+
+    def _answer(self, inbound: IncomingHandoff, message: pb.Commit) -> None:
+        """Commit or refuse. A bad commit raises InvalidRequest or FrameRefused; the session ends."""
         if not inbound.announced.complete and (self._one_sided or inbound.dropped):
             error = StaleAttempt(f"handoff {inbound.handoff}: not all of its KV was read")
             return self._reply(refusal_to_pb(error, inbound.handoff))
@@ -360,8 +360,8 @@ class ReceiveLoop:
             raise StaleAttempt(f"handoff {inbound.handoff} has ended here")
         try:
             if self._one_sided and inbound.whole is not None:
-                with self._table.writing(inbound.handoff, self._sender) as blocks:
-                    inbound.whole.add_all(self._end.kv, blocks, inbound.skip, inbound.known_tokens)
+                blocks = partial(self._table.writing, inbound.handoff, self._sender)
+                inbound.whole.add_all(self._end.kv, blocks, inbound.skip, inbound.known_tokens)
             data = end.state.data if isinstance(end.state, RecurrentState) else b"".join(inbound.state)
             inbound.check(message, data)
         except DigestMismatch:

@@ -91,8 +91,8 @@ class Session:
         self._table.lost(self.sender)
         if error is not None:
             log.info("channel_closed", worker=self.sender, channel=str(self._name), reason=str(error))
-            self._replies.put_nowait(refusal_to_pb(error))
-        self._replies.put_nowait(None)
+            self._reply(refusal_to_pb(error))
+        self._in_loop(self._replies.put_nowait, None)  # behind replies of the thread that wait in the loop
 
     def _take(self, command: pb.PeerCommand) -> None:
         if self._receive_loop.over:
@@ -156,8 +156,10 @@ class Session:
 
     @property
     def idle(self) -> bool:
-        """Whether no handoff is under way."""
-        return not self._receive_loop.open and self._receive_loop.received == self._receive_loop.announced
+        """Whether no handoff is under way. One is, until its commit was answered or its sender has given it up."""
+        loop = self._receive_loop
+        undecided = loop.open or not all(each.dropped for each in list(loop.inbound.values()))
+        return not undecided and loop.received == loop.announced
 
     def join(self) -> None:
         """Wait for the thread, at most for the deadline of the frame on the wire."""

@@ -36,24 +36,25 @@ from baton.engine.states import States
 from baton.engine.step_result import Counters, SequenceOutput, StepResult
 from baton.engine.thinking import Thoughts
 from baton.errors import EngineFault, RankLost
+from baton.structured_output import Guide
 from baton.tokenizer import Tokenizer
 
 _Result = TypeVar("_Result")
 _Work = TypeVar("_Work", bound=OwnWork)
 _Draws = TypeVar("_Draws")
 NO_TOKEN = "no token can be sampled: the largest logit is not a finite number"
+BROKEN = "no token can be sampled: the constraint became too complex"
 log = structlog.get_logger()
 
 
 class Engine:
-    """One model, its KV cache, and the requests that use them. A sequence ends at `max_model_len` tokens (None means
-    the model's limit), or where it would not fit into the pool alone. `max_batched_tokens` and `max_running` limit a
-    step's tokens and sequences. Preempted sequences start over here if `recompute_preempted`; else they are dropped and
-    reported. `prefix_cache` keeps KV of full blocks for the same `cache_scope` while capacity lasts. `shapes` enables
-    deterministic requests; None rejects them. `overlap` launches decode steps before the last tokens are on the host
-    (`overlap.py`); None means on a GPU. `exposed` KV can be read by other processes of this host. Up to `state_slots`
-    sequences, twice `max_running` by default, have a state of recurrent layers if the model has such layers, which
-    excludes `speculation`, as `overlap` and thoughts do.
+    """One model, its KV cache and its requests. A sequence ends at `max_model_len` tokens (None: the model's limit), or
+    where it would not fit into the pool alone. `max_batched_tokens` and `max_running` limit a step's tokens and
+    sequences. Preempted sequences start over here if `recompute_preempted`; else they are dropped and reported.
+    `prefix_cache` keeps KV of full blocks for the same `cache_scope` while it has room. `shapes` enables deterministic
+    requests; None rejects them. `overlap` launches decode steps before the last tokens are on the host (`overlap.py`);
+    None means on a GPU. `exposed` KV can be read by other processes of this host. Up to `state_slots` sequences, twice
+    `max_running` by default, have a state of recurrent layers; these exclude `speculation`, as thoughts and overlap do.
     """
 
     def __init__(  # noqa: PLR0913  (all but three have a default)
@@ -133,16 +134,14 @@ class Engine:
     def adopt(
         self, key: HandoffId, spec: SequenceSpec, reservation: Reservation, state: SequenceState | None = None
     ) -> TokenSequence[int]:
-        """Continue a sequence that has its KV in `reservation` (from `reserve`), except that of the last token. That
-        token was delivered elsewhere. Returns a growing list of tokens. The engine then owns the reservation. Raises
-        ValueError if the reservation is used or too small, `state` does not fit the model or `key` is in use, and
-        InvalidRequest like `submit`. The caller then keeps the reservation.
+        """Continue a sequence with KV in `reservation` (from `reserve`) of all tokens but the last, which was delivered
+        elsewhere. Returns a growing list of tokens. The engine then owns the reservation, or the caller if this raises
+        InvalidRequest like `submit`, or ValueError: it is used or too small, `state` does not fit, `key` is in use.
         """
         self.validate(spec)
         reservation.check(self.pool, self.layout.blocks_for(len(spec) - 1))
         self._check_new(key)
-        created = self._factory.adopt(key, spec, state)
-        request, allocation = self._registered(created), reservation.activate()
+        request, allocation = self._registered(self._factory.adopt(key, spec, state)), reservation.activate()
         if request is None:
             self.pool.history.blocks("let_go", key, allocation)
             allocation.release()
@@ -172,8 +171,7 @@ class Engine:
         before. Returns its delivered tokens and its blocks, which grow until then. Returns None, and the sequence
         continues, if the KV of all tokens but the last is not final here.
         """
-        request = self._requests.get(key)
-        if request is None or request.held or request.sequence.allocation is None:
+        if (request := self._requests.get(key)) is None or request.held or request.sequence.allocation is None:
             return None
         final = request.sequence.computed if request.progress is None else request.progress.final
         if final < len(request.choice.tokens) - 1:
@@ -259,8 +257,7 @@ class Engine:
                 self._run_own(self._fixed, windows, result)
 
     def _run(self, work: list[ScheduledSequence], result: StepResult) -> None:
-        done: list[ScheduledSequence] = []
-        drawn: list[SampledToken] = []
+        done, drawn = list[ScheduledSequence](), list[SampledToken]()
         for part in split_exact(work, self._exact_rows):
             requests = [self._requests[item.sequence.key] for item in part.work]
             compute = partial(self._ordinary.compute, part, requests, self.backend, self.kv, self._on_layer)
@@ -302,7 +299,7 @@ class Engine:
         if not each.final:
             return request.push_candidate(drawn)
         if drawn.token_id is None:
-            return self._fail(request.sequence.key, NO_TOKEN, result)
+            return self._fail(request.sequence.key, NO_TOKEN, result, request.row.guide)
         choice, sequence = request.choice, request.sequence
         token = choice.push(drawn.token_id, drawn.logprobs)
         sequence.known = max(sequence.known, len(choice.tokens))  # a launched step may already count its token
@@ -324,17 +321,20 @@ class Engine:
     def _settle(self, request: Request, taken: VerifiedTokens | None, result: StepResult) -> None:
         sequence, finish = request.sequence, request.choice.finish
         if taken is None:
-            return self._fail(sequence.key, NO_TOKEN, result)
+            return self._fail(sequence.key, NO_TOKEN, result, request.choice.row.guide)
         self._scheduler.publish(sequence, taken.before)
         if taken.tokens or finish is not None:
             result.outputs.append(SequenceOutput(sequence.key, taken.tokens, finish, sequence.cached or 0))
             self._hold_or_release(request)
 
-    def _fail(self, key: HandoffId, message: str, result: StepResult) -> None:
-        if (allocation := self._requests[key].sequence.allocation) is not None:
-            allocation.withdraw()  # its KV may be wrong and must not be reused
+    def _fail(self, key: HandoffId, message: str, result: StepResult, guide: Guide | None = None) -> None:
+        sequence = self._requests[key].sequence
+        if guide is not None and guide.broken:
+            message = BROKEN  # and the KV is right
+        elif sequence.allocation is not None:
+            sequence.allocation.withdraw()  # its KV may be wrong and must not be reused
             if self._states is not None:
-                self._states.forget(self._requests[key].sequence)
+                self._states.forget(sequence)
         self.release(key)
         result.failed.append((key, EngineFault(message)))
 

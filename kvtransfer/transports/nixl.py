@@ -148,11 +148,10 @@ class NixlTransport:
             if self._served[1].ended or not self._served[0].fits(ring.nbytes):
                 self._served = self._new()
             staging, served = self._served
-        address, metadata = served.where(deadline_s)
-        with self._lock:
             at, memory = staging.take(ring.nbytes)
         end = NixlSender(title, memory.view(ring.slots, ring.size), served, partial(self._free, staging, at))
         try:
+            address, metadata = served.where(deadline_s)
             keys.send(KEY, _AT.pack(address + at) + metadata)
         except BaseException:
             end.close()

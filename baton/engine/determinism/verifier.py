@@ -245,15 +245,19 @@ class FixedForwards:
     def take(
         self, window: VerifyWork, request: Request, draws: VerifySamples, counters: Counters
     ) -> VerifiedTokens | None:
-        """Push draws with right inputs to the choice; move the draft behind them. Return None if none can be drawn."""
+        """Push draws with right inputs to the choice; move the draft behind them. Return None if the first cannot be
+        drawn. If a later one cannot, the next pass begins there, and fails with all tokens before it delivered.
+        """
         choice, draft, fixed = request.choice, request.draft, progress_of(window.sequence)
         assert draft is not None
         tokens, final, agrees, drawn = list[Token](), window.start + window.count, True, draft.drawn
         for number in range(draws.last - draws.first):
-            final = window.start + draws.first + number + 1
             sampled = draws[number]
             if sampled.token_id is None:
-                return None
+                if not tokens:
+                    return None
+                break
+            final = window.start + draws.first + number + 1
             agrees = _agrees(draft, final, sampled.token_id, choice)
             token = choice.push(sampled.token_id, sampled.logprobs)
             tokens += [token] if token is not None else []

@@ -4,6 +4,7 @@ import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -12,11 +13,17 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from baton.core import HandoffId, Incarnation, Sampling, SequenceSpec, Token, WorkerRef
 from baton.errors import OfferRefused, StaleAttempt
+from baton.rpc.v1 import peer_pb2 as pb
 from decode_workers import reservations
 from decode_workers.reservations import Reservations, State
+from kvtransfer.frames import whole_layers
 from kvtransfer.handoff import CommitState, Offer, PushJob
+from kvtransfer.receive_loop import EndOfHandoff, ReceiveLoop, inbound_of
+from kvtransfer.transports.base import Choice, Endpoint
 from tests.support.time_factor import scaled
+from tests.unit.kvtransfer import byhand
 from tests.unit.kvtransfer.ends import Stopped
+from tests.unit.kvtransfer.support import SETTINGS, D, make_kv
 
 P1 = WorkerRef("p1", Incarnation(1, 1), "127.0.0.1:1")
 P2 = WorkerRef("p1", Incarnation(1, 2), "127.0.0.1:1")  # the same worker id, another incarnation
@@ -188,6 +195,37 @@ def test_a_fence_waits_for_a_commit_that_is_running(table):
         check.go_on()
     assert fencing.result() is State.COMMITTED
     assert table.commits == [H]
+
+
+def test_a_lost_sender_waits_for_no_write_of_another(table):
+    receiving(table)
+    with ThreadPoolExecutor(1) as pool, table.writing(H, P1):
+        pool.submit(table.lost, P2).result(scaled(5))
+
+
+@pytest.mark.parametrize(("end", "args"), [("take", [H]), ("fence", [H]), ("lost", [P1])])
+def test_no_end_waits_while_the_whole_kv_is_hashed(table, end, args):
+    """The commit that follows is refused, although all of its KV is right."""
+    receiving(table)
+    kv, replies = make_kv(1), list[pb.PeerReply]()
+    transport: Any = SimpleNamespace(name="one-sided", one_sided=True)
+    receiver = Endpoint(kv, D, "fp", SETTINGS, Choice([transport]))
+    message = pb.Offer(fingerprint="fp", known_tokens=6, verify_kv=True)
+    loop, inbound = ReceiveLoop(receiver, table, P1, transport, replies.append), inbound_of(receiver, H, message)[1]
+    loop.inbound[H] = inbound
+    for frame in whole_layers(kv.layout, 0, 6):
+        inbound.announced.read(frame)
+    hashing = Stopped(inbound.whole, "add")
+    with ThreadPoolExecutor(2) as pool:
+        concluding = pool.submit(loop._conclude, EndOfHandoff(inbound, byhand.commit_of(6, []), 0))
+        hashing.wait()
+        try:
+            pool.submit(getattr(table, end), *args).result(scaled(5))
+        finally:
+            hashing.go_on()
+        concluding.result(scaled(5))
+    assert [reply.refused.reason for reply in replies] == [pb.HANDOFF_REFUSAL_STALE]
+    assert (table.commits, loop.inbound) == ([], {})
 
 
 class Machine(RuleBasedStateMachine):

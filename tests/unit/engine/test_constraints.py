@@ -3,8 +3,11 @@
 import json
 import random
 import re
+from collections import defaultdict
+from copy import copy
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import jsonschema
 import pytest
@@ -13,10 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core import Constraint, FinishReason, Sampling
+from baton.engine.determinism.shapes import FixedShapes
+from baton.engine.engine import BROKEN, NO_TOKEN
+from baton.engine.prefix_cache import BlockHashChain, scope_key
 from baton.engine.sampling.logits import Row
 from baton.engine.sampling.sampler import Sampler
 from baton.errors import InvalidRequest
-from baton.structured_output import Grammars
+from baton.structured_output import Grammars, Guide
 from baton.tokenizer import ORACLE_EOS, OracleTokenizer
 from baton.worker.engine_factory import generate
 from tests.support import engines
@@ -174,6 +180,98 @@ def test_a_constraint_that_leaves_nothing_ends_its_own_request_alone(backend):
         text += "".join(token.text for o in result.outputs if o.key.request_id == "good" for token in o.tokens)
     assert failed == ["worse"]
     assert fits("regex", text)
+
+
+class Breaking(Guide):
+    """A guide that allows all tokens, until it breaks after some. If `late`, the next mask breaks it."""
+
+    def __init__(self, after: int, *, late: bool) -> None:
+        self.left, self.late, self.words, self.broken = after, late, 9, False
+
+    def copy(self):
+        return copy(self)
+
+    @property
+    def complete(self):
+        return False
+
+    def advance(self, token_id):
+        self.left -= 1
+        self.broken = self.left <= 0 and not self.late
+
+    def fill(self, allowed):
+        self.broken = self.broken or self.left <= 0
+        allowed[:] = 0 if self.broken else -1
+
+
+def breaking(engine, *, late=True):
+    """Let each constraint of an engine, of one number, break after so many tokens."""
+
+    def start(constraint):
+        return None if constraint is None else Breaking(int(constraint.texts[0]), late=late)
+
+    engine._factory.choices._grammars = SimpleNamespace(check=lambda constraint: None, start=start)
+    return engine
+
+
+def constrained(after, prompt="abc", **options):
+    return engines.spec_of(prompt, **{"constraint": Constraint("regex", (str(after),)), "max_tokens": 40} | options)
+
+
+def ended(engine, specs):
+    """Run `specs`. Return the tokens of each, and the texts of errors by number."""
+    tokens, failed = defaultdict[int, list[int]](list), dict[int, str]()
+    for number, spec in enumerate(specs):
+        engine.submit(key_of(number), spec)
+    while engine.has_work():
+        result = engine.step()
+        for output in result.outputs:
+            tokens[int(output.key.request_id)] += ids(output.tokens)
+        for key, fault in result.failed:
+            failed[int(key.request_id)] = str(fault)
+    assert engine.pool.counts().owned == 0
+    return [tokens[number] for number in range(len(specs))], failed
+
+
+SHAPES = {
+    "exact": FixedShapes(4, 8, exact_rows=64),
+    "everywhere": FixedShapes(4, 8, everywhere=True),
+    "2": FixedShapes(16, 2),
+    "8": FixedShapes(4, 8),
+    "32": FixedShapes(1, 32),
+    "ragged": FixedShapes(2, 16, ragged=True),
+}
+
+
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_all_tokens_before_a_break_are_delivered_whatever_computes_them(backend, shapes, late):
+    """Alone, and with company."""
+    lengths = (1, 2, 3, 7, 8, 9, 20, 33)
+    specs = [constrained(after, "x" * after, deterministic=True) for after in lengths]
+    wanted = [backend.expected(engines.spec_of("x" * after, max_tokens=after)) for after in lengths]
+    for first, some in [(0, specs), *((number, [spec]) for number, spec in enumerate(specs))]:
+        engine = breaking(engine_of(backend, shapes=SHAPES[shapes]), late=late)
+        assert ended(engine, some) == (wanted[first : first + len(some)], dict.fromkeys(range(len(some)), BROKEN))
+        assert (engine.counters.rollbacks, engine.counters.recomputed_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_break_leaves_the_shared_prefix_in_the_cache(monkeypatch, deterministic):
+    """The KV is right. It is in doubt if the logits are no numbers."""
+    backend, prompt = oracle(max_model_len=512), "p" * 256  # two chunks of the grid
+    engine, forward = breaking(engine_of(backend, shapes=SHAPES["8"])), backend.forward
+    plain = engines.spec_of(prompt, deterministic=deterministic)
+    ended(engine, [plain])
+    chain = BlockHashChain(scope_key(backend.fingerprint, "", deterministic), plain.prompt, engines.BLOCK)
+    names = chain.digests(0, len(prompt) // engines.BLOCK)
+    found = engine.pool.find(names)
+    assert len(found) == len(names)
+    assert ended(engine, [constrained(0, prompt + "x", deterministic=deterministic)]) == ([[]], {0: BROKEN})
+    assert engine.pool.find(names) == found
+    monkeypatch.setattr(backend, "forward", lambda batch, kv: forward(batch, kv) * torch.nan)
+    assert ended(engine, [constrained(9, prompt + "x", deterministic=deterministic)]) == ([[]], {0: NO_TOKEN})
+    assert engine.pool.find(names) == []
 
 
 def test_rows_without_a_constraint_are_left_as_they_are():

@@ -11,8 +11,10 @@ import torch
 
 from baton.engine.determinism.checks import STATES, checked_shapes
 from baton.engine.determinism.shapes import FixedShapes
+from baton.engine.engine import BROKEN
 from baton.engine.models.loading import load_model
 from tests.support.engines import Streams, engine_of, hand_over, key_of, move, numbers, spec_of
+from tests.unit.engine.test_constraints import breaking, constrained, ended
 from tests.unit.model.checkpoints import RECURRENT
 
 pytestmark = [pytest.mark.slow, pytest.mark.sample(4)]
@@ -165,3 +167,11 @@ def test_prefix_hits_begin_at_a_grid_chunk_with_a_checkpoint(model):
     assert streamed(engine, shorter) == streamed(made(model), shorter)
     assert (before, engine.counters.cached_tokens) == (0, 256)
     assert streamed(engine, longer) == first
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_all_tokens_before_a_constraint_breaks_are_delivered(model, answers, exact):
+    """A pass that cannot draw its last tokens starts again with the state before it."""
+    some = [replace(spec, constraint=constrained(7).constraint) for spec in specs()]
+    wanted = [[token_id for token_id, _ in answer[:7]] for answer in answers]
+    assert ended(breaking(made(model, exact=exact)), some) == (wanted, {0: BROKEN, 1: BROKEN})

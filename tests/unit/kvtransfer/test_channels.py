@@ -23,6 +23,7 @@ from tests.support.time_factor import scaled
 from tests.support.transports import MemoryTransport
 from tests.support.waiting import eventually
 from tests.unit.kvtransfer.byhand import SMALL, Receiver
+from tests.unit.kvtransfer.ends import Stopped
 from tests.unit.kvtransfer.support import LAYER, SETTINGS, SMALL_FRAMES, D, P, hand_over, make_end, make_job, same_kv
 
 
@@ -302,3 +303,29 @@ def test_a_channel_is_refused_while_all_others_are_busy() -> None:
         receiver.call(OTHERS[2]).welcomed()
         second.refused("BROKEN", "idle")
         assert first.replies.empty()
+
+
+def test_replies_that_wait_in_the_loop_leave_before_the_end() -> None:
+    async def end() -> None:
+        [session] = receiver.peer.service._sessions
+        session._reply(pb.PeerReply(commit_ack=pb.CommitAck()))
+        session.end(ChannelBroken("closed"))
+
+    with Receiver() as receiver:
+        call = receiver.call().welcomed()
+        receiver.peer.run(end())
+        assert call.hear() == "commit_ack"
+        call.refused("BROKEN", "closed")
+
+
+@pytest.mark.parametrize("control_socket", [False, True])
+def test_a_channel_with_a_commit_that_is_not_answered_is_busy(control_socket: bool) -> None:
+    with Receiver(replace(SMALL, staging_memory=1), control_socket=control_socket) as receiver:
+        first, second = receiver.call(OTHERS[0]).offered().arrived(), receiver.call(OTHERS[1])
+        committing = Stopped(receiver.table, "commit")
+        first.commit()
+        committing.wait()
+        second.hello()
+        second.refused("BROKEN", "all of them are busy")
+        committing.go_on()
+        assert first.hear() == "commit_ack"

@@ -176,6 +176,7 @@ def test_a_commit_of_other_bytes_is_refused_and_the_channel_lives(call: Call, di
     assert not table.commits
     table.wait_for(("aborted", JOB.handoff))
     table.reserve(JOB.handoff, [11, 12])
+    eventually(lambda: not call.receiver.peer.service._sessions[-1]._receive_loop.inbound)
     call.offer()
     assert call.hear() == "offer_accepted"
 

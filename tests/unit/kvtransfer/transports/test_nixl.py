@@ -4,6 +4,8 @@ import gc
 import mmap
 import os
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from baton.errors import ChannelBroken, ConfigError
 from kvtransfer.transports.base import KeyRelay, Ring, Side
 from kvtransfer.transports.nixl import KEY, NixlTransport, ServingProcess, Staging
 from tests.support.nixl import Agents, Library, held_by
+from tests.support.time_factor import scaled
 from tests.unit.kvtransfer.support import SETTINGS
 from tests.unit.kvtransfer.transports.pairs import NAME, PATIENT_S, RING, descriptors, mute, relayed
 
@@ -57,6 +60,27 @@ def test_staging_is_served_once_and_again_after_its_process_has_ended_or_no_part
     for calls in (2, 2, 2, 2, 3):  # four rings fit
         transport.open(NAME, Side.SENDER, mute(), RING, 1.0).start(0, 8)
         assert serve.call_count == calls
+
+
+def test_of_two_channels_that_open_at_once_each_gets_a_part(monkeypatch) -> None:
+    """The second one opens while the first one asks for its address, and nothing is left behind the first one."""
+    transport, ring = made(Agents(), staging_memory=RING.nbytes), Ring(3, RING.nbytes)
+    served, (asked, go) = transport._served[1], (threading.Event(), threading.Event())
+    where = served.where
+
+    def slow(deadline_s: float) -> tuple[int, bytes]:
+        asked.set()
+        assert go.wait(scaled(10))
+        return where(deadline_s)
+
+    monkeypatch.setattr(served, "where", slow)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(transport.open, NAME, Side.SENDER, mute(), ring, 1.0)
+        assert asked.wait(scaled(10))
+        monkeypatch.setattr(served, "where", where)
+        transport.open(NAME, Side.SENDER, mute(), ring, 1.0).start(0, 8)
+        go.set()
+        first.result(scaled(10)).start(0, 8)
 
 
 def test_a_ring_that_never_fits_is_refused_before_anything_is_taken() -> None:
