@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -238,7 +239,7 @@ async def test_waiting_requests_of_one_tenant_leave_another_its_place_over_http_
     for count, tenant in enumerate(["alice"] * 8 + ["bob"], 1):
         token = {"authorization": f"Bearer {TOKENS[tenant]}"}
         writers.append((await opened(cluster.router.http, "POST", "/v1/completions", body, **token))[1])
-        await until(lambda most=count: queue.waiting == most, f"{tenant} waits")
+        await until(partial(lambda most: queue.waiting == most, count), f"{tenant} waits")
     for writer in writers:
         writer.close()
 
