@@ -237,8 +237,9 @@ async def test_waiting_requests_of_one_tenant_leave_another_its_place_over_http_
     queue, writers = cluster.router.context.admission, []
     body = b'{"prompt": "x", "max_tokens": 4}'
     for count, tenant in enumerate(["alice"] * 8 + ["bob"], 1):
-        token = {"authorization": f"Bearer {TOKENS[tenant]}"}
-        writers.append((await opened(cluster.router.http, "POST", "/v1/completions", body, **token))[1])
+        token = f"Bearer {TOKENS[tenant]}"
+        _, writer = await opened(cluster.router.http, "POST", "/v1/completions", body, authorization=token)
+        writers.append(writer)
         await until(partial(lambda most: queue.waiting == most, count), f"{tenant} waits")
     for writer in writers:
         writer.close()
