@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import psutil
@@ -26,6 +26,7 @@ from baton.clock import Clock, SystemClock
 from baton.cluster.backend_process import BACKOFF_S, Child, ProcessSpec, StartError
 from baton.cluster.backend_ray import LONGEST, RayPlacement, check_reachable, connect, namespace, this_ray
 from baton.cluster.controller import LocalControl
+from baton.cluster.follower_lease import FollowerLease
 from baton.cluster.gpus import check_gpus
 from baton.cluster.signals import Stop
 from baton.config import ClusterConfig, RouterConfig, config_from_json
@@ -142,12 +143,13 @@ UNBOUNDED = 10**9
 
 class RemoteControl:
     """A `Control` by child processes. `command` is the argv of a child; `--follow` or `--stop` is added. A cluster that
-    already served is not ended by a start that fails or is interrupted.
+    already ran is not ended by a start that fails or is interrupted, nor one that another `baton up` runs.
     """
 
     def __init__(self, config: ClusterConfig, command: Sequence[str], logs: Path) -> None:
         self._address, self._name = config.ray.address, config.name
-        self._served = 0  # workers that already served when this start began
+        self._redis_url = ""
+        self._ran = False  # when this start began
         self._starting: Stop | None = None
         self.size = config.prefill.replicas + config.decode.replicas
         self._begun = False
@@ -161,16 +163,20 @@ class RemoteControl:
 
     def start(self, redis_url: str) -> None:
         check_reachable(self._address)
-        if not self._bound and (served := asyncio.run(serving_workers(redis_url, self._name))):
-            log.info("cluster_already_serves", workers=served)
-            self._served, self._child = served, self._follower("--attach")
+        self._redis_url = redis_url
+        if not self._bound:
+            found = asyncio.run(found_cluster(redis_url, self._name))
+            self._ran = found.runs
+            if found.serves:
+                log.info("cluster_already_serves", workers=found.workers)
+                self.size, self._child = 1, self._follower("--attach")  # routers wait for one worker
         self._begun = True
         self._child.start()
 
     def wait_ready(self, stop: Stop) -> None:
         self._starting = stop
         workers = int(str(self._child.wait_ready(stop)["workers"]))
-        self.size = self._served or workers
+        self.size = 1 if "--attach" in self._child.spec.argv else workers
 
     def poll(self) -> None:
         self._child.poll()
@@ -184,9 +190,9 @@ class RemoteControl:
             return
         if not self._bound:  # first, because a child without a controller would create a new one
             self._end_child(DETACH_S)
-        if self._served and (self._starting is None or not self._starting.serving.is_set()):
-            log.warning("cluster_left_running", reason="it served before this start; `baton controller --stop` ends it")
-            return
+            if reason := self._why_left():
+                log.warning("cluster_left_running", reason=reason)
+                return
         ending = Child(ProcessSpec("stop", [*self._command, "--stop"], self._log))
         try:
             ending.start(logged=False)
@@ -198,22 +204,42 @@ class RemoteControl:
         if self._bound:  # last, because actors that are not detached end with the child
             self._end_child(grace_s)
 
+    def _why_left(self) -> str:
+        """Return why the cluster must go on, if so."""
+        if self._ran and (self._starting is None or not self._starting.serving.is_set()):
+            return "it ran before this start; `baton controller --stop` ends it"
+        lease = FollowerLease(self._redis_url, self._name)
+        try:
+            lease.take()
+        except ConfigError as error:
+            return str(error)
+        except LedgerError:  # nothing else runs it without Redis
+            return ""
+        lease.leave()
+        return ""
+
     def _end_child(self, within_s: float) -> None:
         self._child.terminate()
         self._child.wait(within_s)
 
 
-async def serving_workers(redis_url: str, name: str) -> int:
-    """Return how many workers of a cluster with a living controller serve; 0 without one, or without a decode worker.
-    Raises LedgerError.
-    """
+class FoundCluster(NamedTuple):
+    """A cluster in the ledger. `runs`: there may be workers. `serves`: with a living controller and a decode worker."""
+
+    runs: bool
+    serves: bool
+    workers: int
+
+
+async def found_cluster(redis_url: str, name: str) -> FoundCluster:
+    """Return the state of a cluster as its ledger has it. Raises LedgerError."""
     ledger = await Ledger.connect(redis_url, f"baton:{name}", 1.0, SystemClock())
     try:
         controlled, infos = await ControlState(ledger.connection).control(), await ledger.workers()
     finally:
         await ledger.close()
     serves = controlled is not None and any(info.role is Role.DECODE for info in infos)
-    return len(infos) if serves else 0
+    return FoundCluster(controlled is not None or bool(infos), serves, len(infos))
 
 
 def join(config: ClusterConfig, wait_s: float, stop: Stop, clock: Clock | None = None) -> Any:
@@ -238,10 +264,18 @@ def join(config: ClusterConfig, wait_s: float, stop: Stop, clock: Clock | None =
 
 
 def ensure(
-    ray: Any, config: ClusterConfig, parts: Parts, stop: Stop, *, detached: bool, clock: Clock | None = None
+    ray: Any,
+    config: ClusterConfig,
+    parts: Parts,
+    stop: Stop,
+    *,
+    detached: bool,
+    clock: Clock | None = None,
+    renew: Callable[[], None] = lambda: None,
 ) -> Any:
     """Return the cluster's controller once it answers, creating it if needed. A frozen one, or one with another config,
     is replaced; its workers stay. Raises StartError. Raises Cancelled on `stop`, so that none is created during a stop.
+    `renew` is called before each look at it, and its LedgerErrors are ignored.
     """
     clock = clock or SystemClock()
     settings = config.model_copy(update={"router": RouterConfig()}).model_dump_json()  # the router's ports may change
@@ -250,6 +284,8 @@ def ensure(
     while True:
         stop.check()
         error = None
+        with suppress(LedgerError):
+            renew()
         if controller is None:  # keep the handle: an actor that is not detached ends with its creator's
             controller = _found_or_made(ray, config, settings, parts, detached=detached)
         try:
@@ -308,6 +344,8 @@ def follow(
     clock, reported = clock or SystemClock(), False
     answered_at = clock.monotonic()
     while not stop.drain.wait(WATCH_S if reported else POLL_S):
+        with suppress(LedgerError):
+            renew()
         try:
             state = ray.get(controller.state.remote(), timeout=ANSWER_S)
         except ray.exceptions.RayError as error:
@@ -315,8 +353,6 @@ def follow(
                 raise NoWorker(f"the controller in Ray does not answer: {type(error).__name__}") from None
             continue
         answered_at = clock.monotonic()
-        with suppress(LedgerError):
-            renew()
         if not reported and state.error is not None:
             if not attach:
                 raise state.error

@@ -34,24 +34,34 @@ NO_VALUE = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 class _LineLoader(yaml.SafeLoader):
     """A safe loader that rejects duplicate keys and reports the line of an invalid value."""
 
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._checked: dict[int, yaml.Node] = {}  # by id; a kept node keeps its id
+
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep=deep)
         except NO_VALUE as error:
             raise ConfigError(f"line {node.start_mark.line + 1}: invalid value: {error}") from None
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Check the keys of a mapping once, before those that it merges (`<<: *name`) are written into it."""
+        if id(node) not in self._checked:
+            self._checked[id(node)] = node
+            self._check_keys(node)
+        super().flatten_mapping(node)
+
+    def _check_keys(self, node: yaml.MappingNode) -> None:
         seen: set[object] = set()
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
-                continue  # `<<: *name`, which the base class replaces by the keys of that mapping
+                continue
             key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
             if not isinstance(key, Hashable):
                 raise ConfigError(f"line {line}: a key must be a string, got a list or a mapping")
             if key in seen:
                 raise ConfigError(f"line {line}: {key}: duplicate key")
             seen.add(key)
-        return super().construct_mapping(node, deep=deep)
 
 
 def _key_lines(node: yaml.Node | None, path: tuple[str, ...] = ()) -> dict[str, int]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import islice, takewhile
+from itertools import islice
 from pathlib import Path
+from time import monotonic
 from typing import NamedTuple, TypeAlias, cast
 
 import structlog
@@ -20,10 +22,11 @@ from baton.limits import (
     MAX_HTTP_TOOLS,
     MAX_ROLE_CHARS,
     MAX_STATUS_VIOLATIONS,
+    MAX_TEMPLATE_SECONDS,
 )
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.tokenizer import Tokenizer
-from router.parsing.chat_template import Template, TemplateFailed
+from router.parsing.chat_template import MARK, Template, TemplateFailed
 from router.parsing.model_forms import reasoning_form
 
 log = structlog.get_logger(__name__)
@@ -35,7 +38,6 @@ _PLAIN = (
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "  # as in `transformers`
-_MARK = "90317460258"  # digits, because a template may change the case of names
 _NO_CALLS = "the model's chat template does not support tool calls"
 _GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
@@ -48,6 +50,8 @@ class Chats:
     ) -> None:
         self._templates, self._special, self.reasoning_form = templates, special, reasoning_form
         self._missing = missing or "the model has no chat template; send text or token_ids"
+        for template in templates.values():
+            template.probe(special)
 
     @staticmethod
     def of(tokenizer: Tokenizer) -> Chats:
@@ -174,7 +178,8 @@ class _Form(NamedTuple):
 
 def _rendered(template: Template, variables: Json, chat: pb.ChatMessages) -> str:
     """Render in the usual form. A template that drops texts or calls gets them in the form in which it does not."""
-    if chat.continue_final_message:
+    began, continues = monotonic(), chat.continue_final_message
+    if continues:
         given, chat = chat, pb.ChatMessages()
         chat.CopyFrom(given)
         chat.messages[-1].content += _CONTINUED
@@ -182,60 +187,82 @@ def _rendered(template: Template, variables: Json, chat: pb.ChatMessages) -> str
     dropped = _dropped_call(template, variables, chat, form)
     if dropped is None:
         return text
-    none, split = form._replace(none=True), _split(chat)
-    others = [(chat, none)] if chat.continue_final_message else [(chat, none), (split, form), (split, none)]
-    for asked, each in others:
+    for asked, other in _other_forms(chat, form, splits=not (continues and chat.messages[-1].tool_calls)):
+        if monotonic() - began > MAX_TEMPLATE_SECONDS:
+            break
         with suppress(TemplateFailed):
-            text = _written(template, variables, asked, each)
-            if _dropped_call(template, variables, asked, each) is None:
+            text = _written(template, variables, asked, other)
+            if _dropped_call(template, variables, asked, other) is None:
                 return text
     raise InvalidRequest.of(f"chat.messages[{dropped}].tool_calls", f"{_NO_CALLS} here, it drops one of them")
 
 
-def _split(chat: pb.ChatMessages) -> pb.ChatMessages:
-    """Return a conversation with each call in a message of its own, behind its content and before its results.
-    DeepSeek-V3 writes no call next to a content, and gpt-oss only the first call of a message.
+def _other_forms(chat: pb.ChatMessages, form: _Form, *, splits: bool) -> Iterator[tuple[pb.ChatMessages, _Form]]:
+    """Yield forms in which a template may write calls that it drops in the usual one."""
+    none = form._replace(none=True)
+    yield chat, none
+    for contents in (False, True) if splits else ():
+        split = _split(chat, contents=contents)
+        yield split, form
+        yield split, none
+
+
+def _split(chat: pb.ChatMessages, *, contents: bool) -> pb.ChatMessages:
+    """Return a conversation with one call in a message, before its results: gpt-oss writes only the first call of a
+    message. `contents`: a content next to calls has its own message, because DeepSeek-V3 writes no call next to one.
     """
-    split, results = pb.ChatMessages(), set[int]()
-    for place, message in enumerate(chat.messages):
-        said = pb.ChatMessage()
-        said.CopyFrom(message)
-        if message.tool_calls:
-            del said.tool_calls[:]
-        if place not in results and (said.content or not message.tool_calls):
-            split.messages.append(said)
-        for call in message.tool_calls:
-            split.messages.add(role=message.role, tool_calls=[call])
-            found = _results(chat, place, call.id)
-            split.messages.extend(chat.messages[each] for each in found)
-            results.update(found)
+    groups = list[list[pb.ChatMessage]]()  # a message, and the results that directly follow it
+    for message in chat.messages:
+        if message.role == "tool" and groups and groups[-1][0].tool_calls:
+            groups[-1].append(message)
+        else:
+            groups.append([message])
+    split = pb.ChatMessages()
+    for group in groups:
+        split.messages.extend(_one_call_each(*group, contents=contents))
     return split
 
 
-def _results(chat: pb.ChatMessages, place: int, call_id: str) -> list[int]:
-    """Return the places of the results of a call, of those that directly follow its message."""
-    following = takewhile(lambda each: chat.messages[each].role == "tool", range(place + 1, len(chat.messages)))
-    return [each for each in following if call_id and chat.messages[each].tool_call_id == call_id]
+def _one_call_each(message: pb.ChatMessage, *results: pb.ChatMessage, contents: bool) -> Iterator[pb.ChatMessage]:
+    apart = bool(contents and message.content and message.tool_calls)
+    if len(message.tool_calls) < 2 and not apart:
+        yield from (message, *results)
+        return
+    by_call = dict[str, list[pb.ChatMessage]]()
+    for result in results:
+        by_call.setdefault(result.tool_call_id, []).append(result)
+    said = pb.ChatMessage()
+    said.CopyFrom(message)
+    del said.tool_calls[:]
+    if apart:
+        yield said
+    for number, call in enumerate(message.tool_calls):
+        one = pb.ChatMessage(role=message.role)
+        if number == 0 and not apart:
+            one.CopyFrom(said)  # its reasoning, too
+        one.tool_calls.append(call)
+        yield one
+        yield from by_call.pop(call.id, ())
+    for left in by_call.values():
+        yield from left
 
 
 def _with_contents(template: Template, variables: Json, chat: pb.ChatMessages) -> tuple[_Form, str]:
-    """Render with contents as texts. If the template fails or does not write the last text of the user, try parts."""
-    usual, parts, text, failure = _Form(), _Form(parts=True), "", None
-    said = (message.content.strip() for message in reversed(chat.messages) if message.role == "user")
-    last = next(filter(None, said), "")
-    try:
-        text = _written(template, variables, chat, usual)
-        if last in text:
-            return usual, text
-    except TemplateFailed as error:
-        failure = error
-    with suppress(TemplateFailed):
-        other = _written(template, variables, chat, parts)
-        if last in other:
-            return parts, other
-    if failure is not None:
-        raise failure
-    return usual, text  # the template changes texts
+    """Render with contents as texts. If the template takes none, and fails or drops the last one, try parts."""
+    usual, parts = _Form(), _Form(parts=True)
+    if template.takes_texts:
+        return usual, _written(template, variables, chat, usual)
+    marked = pb.ChatMessages()
+    marked.CopyFrom(chat)
+    last = next((message for message in reversed(marked.messages) if message.content.strip()), None)
+    if last is None:
+        return usual, _written(template, variables, chat, usual)
+    last.content += MARK
+    for form in (usual, parts):
+        with suppress(TemplateFailed):
+            if MARK in _written(template, variables, marked, form):
+                return form, _written(template, variables, chat, form)
+    return usual, _written(template, variables, chat, usual)  # the template changes texts
 
 
 def _dropped_call(template: Template, variables: Json, chat: pb.ChatMessages, form: _Form) -> int | None:
@@ -244,17 +271,18 @@ def _dropped_call(template: Template, variables: Json, chat: pb.ChatMessages, fo
     """
     if not any(message.tool_calls for message in chat.messages):
         return None
-    marked, marks = pb.ChatMessages(), list[tuple[int, str]]()
+    marked, places = pb.ChatMessages(), list[int]()
     marked.CopyFrom(chat)
     for place, message in enumerate(marked.messages):
         for call in message.tool_calls:
-            marks.append((place, f"{_MARK}{len(marks)}0"))
-            call.name += marks[-1][1]
+            call.name += f"{MARK}{len(places):06d}"
+            places.append(place)
     try:
         text = _written(template, variables, marked, form)
     except TemplateFailed:  # it may check names
         return None
-    return next((place for place, mark in marks if mark not in text), None)
+    written = {int(number) for number in re.findall(rf"{MARK}(\d{{6}})", text)}
+    return next((place for number, place in enumerate(places) if number not in written), None)
 
 
 def _written(template: Template, variables: Json, chat: pb.ChatMessages, form: _Form) -> str:

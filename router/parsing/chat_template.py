@@ -28,6 +28,7 @@ from baton.limits import (
 from router.parsing.model_forms import tool_form
 
 _TICK = "baton_tick"
+MARK = "90317460258"  # to find a text in what a template writes; digits, because it may change the case
 # Errors of jinja for an invalid template. It can also generate Python that does not compile (20 nested loops).
 _UNREADABLE = (TemplateError, RecursionError, SyntaxError, ValueError)
 _FUNCTIONS = frozenset({"raise_exception", "strftime_now", _TICK})
@@ -56,10 +57,19 @@ class Template:
             raise TemplateFailed(f"{type(error).__name__}: {error}") from error
         self.tool_form = tool_form(source) if "tools" in self.variables else ""
         self._clock = clock
+        self.takes_texts = True  # see `probe`
 
     def mentions(self, word: str) -> bool:
         """Return whether the template reads a variable or a field named `word`."""
         return word in self.variables or word in self._words
+
+    def probe(self, variables: Mapping[str, object]) -> None:
+        """Set `takes_texts`: whether it writes a content that is a text, as it does not if it expects parts."""
+        tried = {"messages": [{"role": "user", "content": MARK}], "add_generation_prompt": False, "tools": None}
+        try:
+            self.takes_texts = MARK in self.render({**variables, **tried})
+        except TemplateFailed:
+            self.takes_texts = False
 
     def render(self, variables: Mapping[str, object]) -> str:
         """Render in any thread. Raises TemplateFailed if the template rejects `variables` or exceeds a limit."""

@@ -169,7 +169,8 @@ class WorkerPool:
         def kind(link: WorkerStream) -> tuple[Role, str, str]:
             return link.info.role, link.info.fingerprint, link.info.determinism if requirements.deterministic else ""
 
-        roles = (Role.DECODE,) if self._options.colocated else (Role.DECODE, Role.PREFILL)
+        paired = not self._options.colocated and bool(self._usable(Role.PREFILL))
+        roles = (Role.DECODE, Role.PREFILL) if paired else (Role.DECODE,)
         links = [link for role in roles for link in self._usable(role, requirements) if link is not requirements.keep]
         long = {kind(link) for link in links if link.info.max_model_len >= needed}
         pair = requirements.keep is None and any(all((role, *same) in long for role in roles) for _, *same in long)
@@ -284,15 +285,14 @@ class WorkerPool:
         return min((link.info.max_model_len for link in self._links.values()), default=None)
 
     async def length_for(self, request: pb.GenerateRequest, within_s: float, at_once: int) -> int | None:
-        """Return `max_model_len`. A request without `max_tokens`, whose answer the context may limit, waits until a
-        worker is known, at most `within_s` and `at_once` of them together. Others never wait. Raises NoWorker,
-        Overloaded.
+        """Return `max_model_len`. A chat whose answer may have the rest of the context waits until a worker is known,
+        at most `within_s` and `at_once` of them together. Others never wait. Raises NoWorker, Overloaded.
         """
-        limited = not request.sampling.HasField("max_tokens")
-        if self._links or not limited or request.HasField("ttft_ms") or request.HasField("itl_ms"):
+        takes_rest = request.HasField("chat") and not request.sampling.HasField("max_tokens")
+        if self._links or not takes_rest or request.HasField("ttft_ms") or request.HasField("itl_ms"):
             return self.max_model_len()
         if self._awaited >= at_once:
-            raise Overloaded(f"{at_once} requests wait already for the first worker, no more are accepted", within_s)
+            raise Overloaded(f"{at_once} chats wait already for the first worker, no more are accepted", within_s)
         self._awaited += 1
         try:
             async with asyncio.timeout(within_s):

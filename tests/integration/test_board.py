@@ -12,7 +12,7 @@ from baton.cli.cluster.operator import Operator
 from baton.cli.target import Admins
 from baton.client.types import ClusterStatus
 from baton.clock import SystemClock
-from baton.cluster.controller_ray import serving_workers
+from baton.cluster.controller_ray import found_cluster
 from baton.cluster.follower_lease import LEASE_S, FollowerLease
 from baton.control_plane import Slot
 from baton.core import Incarnation, Role, WorkerInfo, WorkerRef
@@ -40,30 +40,36 @@ def board(ledger: Ledger) -> ControlState:
 
 async def test_a_cluster_serves_with_a_controller_and_a_decode_worker(board, ledger, server):
     name = ledger.connection.key("x").split(":")[1]
-    assert await serving_workers(server.url, name) == 0
+    assert await found_cluster(server.url, name) == (False, False, 0)
     await registered(ledger, "decode-0")
-    assert await serving_workers(server.url, name) == 0, "without a controller"
+    assert await found_cluster(server.url, name) == (True, False, 1), "without a controller"
     await controlled(board, READY, number=1)
-    assert await serving_workers(server.url, name) == 1
+    assert await found_cluster(server.url, name) == (True, True, 1)
     await ledger.deregister((await ledger.workers())[0].ref)
-    assert await serving_workers(server.url, name) == 0
+    assert await found_cluster(server.url, name) == (True, False, 0)
 
 
 async def test_one_host_at_a_time_runs_a_cluster(ledger, server):
-    name = ledger.connection.key("x").split(":")[1]
-    first, second = (FollowerLease(server.url, name, host) for host in ("host-1", "host-2"))
+    """`stopping` ends each wait for a lease."""
+    name, stopping = ledger.connection.key("x").split(":")[1], Mock(return_value=True)
+    first, second = (FollowerLease(server.url, name, f"host-{n} /home", stopping) for n in "12")
+    await call(first.__enter__)
     await call(first.take)
-    await call(first.take)
-    for refused in (second.take, first.check):
+    for refused in (second.take, first.check, second.__enter__):
         with pytest.raises(ConfigError, match="name: `baton up` on host-1 runs cluster"):
             await call(refused)
     assert 0 < raw(server).pttl(ledger.connection.key("up")) <= 1000 * LEASE_S
-    await call(second.__exit__)
+    await call(second.leave)
+    await call(first.__exit__, NoWorker, NoWorker("its child is restarted"), None)
     with pytest.raises(ConfigError, match="host-1"):
         await call(second.check)
-    await call(first.__exit__)
+    await call(first.__exit__, None, None, None)
     await call(second.check)
-    await call(second.take)
+    await call(second.__enter__)
+    stopping.side_effect = lambda seconds: second.leave()  # as if it had expired
+    await call(first.__enter__)
+    with pytest.raises(ConfigError, match="host-1"):
+        await call(second.take)
 
 
 async def test_one_plan_of_the_highest_number_stays(board):

@@ -167,6 +167,13 @@ async def test_consecutive_turns_of_one_role_are_one(gateway):
     assert places == ["messages[0]", "messages[2]", "messages[4]", "messages[4]"]
 
 
+async def test_a_call_before_a_given_beginning_needs_its_result(gateway):
+    turns = [*ASK["messages"], {"role": "assistant", "content": [USE | {"id": "1"}]},
+             {"role": "assistant", "content": "Sure, "}]  # fmt: skip
+    status, _, data = await post(gateway, ASK | {"messages": turns})
+    assert (status, b"the last one must not have a tool_use" in data) == (400, True)
+
+
 @pytest.mark.parametrize("step", [ACCEPTED, NoWorker("none")])
 async def test_an_answer_has_the_id_of_its_request_under_anthropics_name(gateway, step):
     gateway.plays(step, *spoken("Hi"))

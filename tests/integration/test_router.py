@@ -344,20 +344,6 @@ async def test_a_chat_without_a_length_waits_for_the_context_of_a_worker(make):
     answer.cancel()
 
 
-async def test_any_answer_without_a_length_waits_for_the_context_and_ends_with_it(make):
-    cluster = await make(worker_silence_s=scaled(0.5), queue_max_wait_s=scaled(20.0))
-    cluster.infos, length = [], 20
-    for worker in cluster.workers:
-        worker.info = replace(worker.info, max_model_len=length)
-    await until(lambda: not cluster.links, "no worker is known")
-    prompt = list(range(length - 3))
-    request = pb.GenerateRequest(token_ids=common_pb2.TokenIds(ids=prompt))
-    answer = asyncio.create_task(cluster.answer(cluster.stub.Generate(request)))
-    await until(lambda: len(cluster.router.context.running) == 1, "it waits")
-    cluster.infos = [worker.info for worker in cluster.workers]
-    assert len(ids_of(await answer)) == 3
-
-
 @pytest.mark.parametrize(("known", "field"), [(19, "sampling.max_tokens"), (20, "prompt")])
 async def test_a_request_beyond_the_context_of_a_worker_that_came_later_is_named(make, known, field):
     cluster = await make(worker_silence_s=scaled(0.5), queue_max_wait_s=scaled(20.0))

@@ -138,7 +138,7 @@ CAPS: tuple[Cap, ...] = (
     Cap(
         "HTTP requests that the router has not accepted yet",
         limits.MAX_HTTP_WAITING,
-        "requests, or `router.queue.max_requests` if that is more",
+        "requests, or four times `router.queue.max_requests` if that is more",
         "503 with Retry-After",
     ),
     Cap(

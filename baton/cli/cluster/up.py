@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,7 @@ from baton.cli.cluster.vllm_options import reject_unknown
 from baton.cli.importing import uncollected
 from baton.cli.options import LOCAL, ClusterName, ConfigFile, Json, Sets
 from baton.core import Role
+from baton.errors import LedgerError
 
 Detach = Annotated[bool, typer.Option("--detach", "-d", help="return when the cluster is ready")]
 STAY = "serve the live page with sample requests until Ctrl-C (default: on a terminal)"
@@ -186,14 +188,15 @@ def controller(
         from baton.worker.process import WorkerActor
 
         parts = controller_ray.Parts(WorkerActor, role_factories())
-        lease = FollowerLease(cluster.redis.url, cluster.name)
+        lease = FollowerLease(cluster.redis.url, cluster.name, pause=stopped.drain.wait)
         if not follow:
-            lease.check()
+            with suppress(LedgerError):  # the controller waits for Redis itself
+                lease.check()
             controller_ray.ensure(ray, cluster, parts, stopped, detached=not bound)
             typer.echo(f"the controller of cluster {cluster.name!r} is in the Ray cluster at {cluster.ray.address}")
             return
         with lease:
-            there = controller_ray.ensure(ray, cluster, parts, stopped, detached=not bound)
+            there = controller_ray.ensure(ray, cluster, parts, stopped, detached=not bound, renew=lease.take)
             controller_ray.follow(
                 ray,
                 there,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -138,7 +139,8 @@ class CountBody(Body):
                 elif isinstance(block, ToolResult) and block.tool_use_id not in called:
                     where = f"messages[{place}].content[{number}].tool_use_id"
                     raise ValueError(f"{where}: must be the id of a tool_use in an earlier message")
-        if any(isinstance(block, ToolUse) for block in self.messages[-1].content):
+        last = takewhile(lambda turn: turn.role == self.messages[-1].role, reversed(self.messages))  # they are one turn
+        if any(isinstance(block, ToolUse) for turn in last for block in turn.content):
             raise ValueError("messages: the last one must not have a tool_use: send its tool_result too")
         return self
 

@@ -1,6 +1,7 @@
 """A controller in an external Ray, as its clients see it. The Ray is a fake."""
 
 import sys
+from types import SimpleNamespace
 from unittest.mock import AsyncMock, Mock
 
 import pytest
@@ -8,7 +9,16 @@ from structlog.testing import capture_logs
 
 from baton.cluster import controller_ray
 from baton.cluster.backend_process import StartError
-from baton.cluster.controller_ray import ControllerProgress, RemoteControl, check_ledger, end, ensure, follow, join
+from baton.cluster.controller_ray import (
+    ControllerProgress,
+    FoundCluster,
+    RemoteControl,
+    check_ledger,
+    end,
+    ensure,
+    follow,
+    join,
+)
 from baton.cluster.signals import Stop
 from baton.config import ClusterConfig
 from baton.errors import Cancelled, ConfigError, LedgerError, NoWorker
@@ -182,6 +192,18 @@ def test_who_follows_renews_its_lease_and_ends_if_another_host_has_it(ray, one, 
     with pytest.raises(ConfigError, match="another host"):
         follow(ray, one, waits(clock, 20), lambda state: None, clock, renew=renew)
     assert renew.call_count == 4
+    ray.silent, renew = True, Mock()
+    with pytest.raises(NoWorker):
+        follow(ray, one, waits(clock), never, clock, renew=renew)
+    assert renew.call_count > 4, "also while the controller does not answer"
+
+
+def test_a_lease_is_renewed_while_a_controller_starts(ray, clock):
+    renew = Mock(side_effect=[LedgerError("Redis is away"), *[None] * 4, ConfigError("another host")])
+    ray.silent = True
+    with pytest.raises(ConfigError, match="another host"):
+        ensure(ray, CONFIG, PARTS, Stop(), detached=True, clock=clock, renew=renew)
+    assert len(ray.made) == 1
 
 
 def test_who_follows_learns_why_a_worker_did_not_start(ray, one, clock):
@@ -246,30 +268,63 @@ say("lets go")
 """
 
 
+NOTHING, LOADING, SERVING = FoundCluster(False, False, 0), FoundCluster(True, False, 0), FoundCluster(True, True, 3)
+
+
 @pytest.fixture(autouse=True)
-def served(monkeypatch):
-    """The number of workers that serve before a start, as the ledger has it."""
-    found = AsyncMock(return_value=0)
-    monkeypatch.setattr(controller_ray, "serving_workers", found)
-    return found
+def ledger(monkeypatch):
+    """The cluster before a start, as the ledger has it, and the lease of `baton up`."""
+    found, lease = AsyncMock(return_value=NOTHING), Mock()
+    monkeypatch.setattr(controller_ray, "found_cluster", found)
+    monkeypatch.setattr(controller_ray, "FollowerLease", lease)
+    return SimpleNamespace(found=found, lease=lease)
 
 
-@pytest.mark.parametrize(("before", "serving", "ends"), [(0, False, True), (3, False, False), (3, True, True)])
-def test_a_start_that_fails_ends_no_cluster_that_served_before_it(tmp_path, monkeypatch, served, before, serving, ends):
+@pytest.mark.parametrize(
+    ("before", "serving", "lease", "ends"),
+    [
+        (NOTHING, False, None, True),
+        (NOTHING, True, None, True),
+        (NOTHING, True, LedgerError("Redis is away"), True),
+        (NOTHING, True, ConfigError("another host"), False),
+        (LOADING, False, None, False),
+        (LOADING, True, None, True),
+        (SERVING, False, None, False),
+        (SERVING, True, None, True),
+        (SERVING, True, ConfigError("another host"), False),
+    ],
+)
+def test_a_cluster_ends_only_with_a_start_that_it_serves_for(
+    tmp_path, monkeypatch, ledger, before, serving, lease, ends
+):
+    """Neither a start that fails ends a cluster that ran before it, nor one that another `baton up` has taken over."""
     monkeypatch.setattr(controller_ray, "check_reachable", lambda address: None)
-    served.return_value = before
+    ledger.found.return_value, ledger.lease.return_value.take.side_effect = before, lease
     said, stop = tmp_path / "said", Stop()
     control = RemoteControl(CONFIG, [sys.executable, "-c", CHILD, str(said)], tmp_path)
     control.start("redis://somewhere")
-    served.assert_awaited_once_with("redis://somewhere", "test")
+    ledger.found.assert_awaited_once_with("redis://somewhere", "test")
     control.wait_ready(stop)
-    assert control.size == (before or 5)
+    assert control.size == (1 if before.serves else 5)
     if serving:
         stop.serving.set()
     control.stop(1.0)
     lines = said.read_text().splitlines()
-    assert lines[0] == "--wait=5 --follow" + " --attach" * bool(before)
+    assert lines[0] == "--wait=5 --follow" + " --attach" * before.serves
     assert ("--wait=5 --stop" in lines) == ends
+
+
+def test_a_child_that_never_was_ready_ends_no_cluster_that_ran(tmp_path, monkeypatch, ledger):
+    monkeypatch.setattr(controller_ray, "check_reachable", lambda address: None)
+    ledger.found.return_value = LOADING
+    said = tmp_path / "said"
+    refused = CHILD.replace("signal.pthread_sigmask", "sys.exit(3)\nsignal.pthread_sigmask")
+    control = RemoteControl(CONFIG, [sys.executable, "-c", refused, str(said)], tmp_path)
+    control.start("redis://somewhere")
+    with pytest.raises(ConfigError):
+        control.wait_ready(Stop())
+    control.stop(1.0)
+    assert said.read_text().splitlines() == ["--wait=5 --follow"]
 
 
 @pytest.mark.parametrize("log", ["logs", "logs/none"])

@@ -132,6 +132,8 @@ def test_pools_may_share_what_is_written_once(load):
     assert (config.decode.replicas, config.decode.max_running) == (3, 9)
     with pytest.raises(ConfigError, match="line 2: max_running: duplicate key"):
         load(text.replace("9}", "9, max_running: 9}"))
+    deeper = "slo: {<<: [&a {itl_ms: 1}, &b {<<: *a, itl_ms: 2}]}\nprefill: {<<: {threads: 1}}"
+    assert load(deeper).slo.itl_ms == 1
 
 
 def test_an_ipv6_address_needs_no_quotes_on_a_command_line(load):

@@ -137,6 +137,15 @@ def test_a_worker_with_a_short_context_is_used_where_no_other_can_do_it(spec, fl
     assert {pair_of(pool.place(40, requirements)) for _ in range(6)} == expected
 
 
+def test_without_prefill_workers_a_decode_worker_with_room_needs_no_partner():
+    links = [fakes.decode("d0", "a"), fakes.decode("d1", "b")]
+    links[1].view.info = replace(links[1].info, max_model_len=SHORT)
+    pool: Any = pool_of(*links)
+    pool._even = False
+    requirements = Requirements(spec=replace(PLAIN, sampling=Sampling(max_tokens=64)))
+    assert {pool.place(40, requirements).decode.info.ref.worker_id for _ in range(4)} == {"d0"}
+
+
 def test_what_is_cached_is_found_by_names_of_their_own():
     prefixes, one = PrefixIndex(), fakes.prefill("p0", bits="x")
     fleet = fakes.fleet_of(one, fakes.decode("d0", bits="x"), prefixes=prefixes)

@@ -187,6 +187,50 @@ async def test_a_call_that_a_template_drops_next_to_others_has_its_own_message(t
     assert written.removesuffix("None") == prompt
 
 
+# gpt-oss keeps reasoning between calls, and takes a content next to a call as reasoning.
+REASONS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content }}{{ m.content }}"
+    "{% if m.tool_calls %}[{{ m.tool_calls[0].function.name }}]{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("continued", [False, True])
+async def test_only_messages_with_several_calls_are_split_and_reasoning_stays(tmp_path, continued):
+    def calls(*names: str, **fields: str) -> pb.ChatMessage:
+        made = [pb.ToolCall(id=name, name=name, arguments="{}") for name in names]
+        return pb.ChatMessage(role="assistant", tool_calls=made, **fields)
+
+    def result(name: str) -> pb.ChatMessage:
+        return pb.ChatMessage(role="tool", tool_call_id=name, content=f"={name}")
+
+    turns: list[Any] = [("user", "x"), calls("geo", reasoning="think0"), result("geo")]
+    turns += [calls("wA", "wB", content="I look", reasoning="plan1"), result("wB"), result("wA"), ("assistant", "So")]
+    asked = chat(*turns, continue_final_message=continued)
+    asked.add_generation_prompt = not continued
+    prompt = await Chats.of(model(tmp_path, REASONS)).prompt(asked)
+    assert prompt == (
+        "<user>x<assistant>think0[geo]<tool>=geo<assistant>plan1I look[wA]<tool>=wA<assistant>[wB]<tool>=wB"
+        "<assistant>So"
+    )
+
+
+async def test_each_of_many_calls_is_looked_for(tmp_path):
+    """A template that writes only the first call of a message drops the second one, also next to ten others."""
+    many = [pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(name=f"n{n}", arguments="{}")]) for n in range(9)]
+    prompt = await Chats.of(model(tmp_path, ONLY_FIRST)).prompt(chat(CALLED[0], ONE_OF_TWO, *many))
+    assert "weatherclockn0n1" in prompt
+
+
+async def test_a_long_conversation_with_calls_is_read_in_linear_time(tmp_path):
+    """It would take minutes if each call were looked for among all results, or each mark in the whole text."""
+    calls = [pb.ToolCall(id=str(n), name="f", arguments="{}") for n in range(4000)]
+    results = [pb.ChatMessage(role="tool", tool_call_id=str(n), content="r") for n in range(4000)]
+    prompt = await Chats.of(model(tmp_path, ONLY_FIRST)).prompt(
+        chat(CALLED[0], pb.ChatMessage(role="assistant", tool_calls=calls), *results)
+    )
+    assert prompt == "How is it?" + "fr" * 4000
+
+
 async def test_a_template_that_checks_names_of_calls_gets_them(tmp_path):
     checks = "{% for c in messages[1].tool_calls %}{{ {'weather': 'rain'}[c.function.name] + '' }}{% endfor %}"
     assert await Chats.of(model(tmp_path, checks)).prompt(chat(*CALLED)) == "rain"
@@ -209,6 +253,12 @@ async def test_a_template_that_takes_only_parts_gets_contents_as_parts(tmp_path,
     right = peer.apply_chat_template(messages, tokenize=False, chat_template=template)
     assert prompt == (right.removesuffix(";") if continued else right)
     assert "Hi 'you' <b>&" in prompt
+
+
+@pytest.mark.parametrize("turns", [[("user", "A) red"), ("assistant", "Which?"), ("user", "user")], [("system", "s")]])
+async def test_texts_that_a_template_writes_itself_do_not_hide_that_it_takes_parts(tmp_path, turns):
+    prompt = await Chats.of(model(tmp_path, ONLY_PARTS)).prompt(chat(*turns))
+    assert prompt == "".join(f"{role}: {text};" for role, text in turns)
 
 
 async def test_calls_reach_a_template_that_takes_only_parts(tmp_path):
