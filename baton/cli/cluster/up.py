@@ -197,13 +197,10 @@ def controller(
             return
         with lease:
             there = controller_ray.ensure(ray, cluster, parts, stopped, detached=not bound, renew=lease.take)
-            controller_ray.follow(
-                ray,
-                there,
-                stopped,
-                lambda state: report_ready({"workers": state.workers, "pid": os.getpid()}),
-                attach=attach,
-                renew=lease.take,
-            )
+
+            def ready(state: controller_ray.ControllerProgress) -> None:
+                report_ready({"workers": state.workers, "pid": os.getpid()})
+
+            controller_ray.follow(ray, there, stopped, ready, attach=attach, renew=lease.take)
     finally:
         ray.shutdown()
