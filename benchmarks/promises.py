@@ -185,7 +185,7 @@ def real(args: argparse.Namespace) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder, cluster(NAME, *sets, "router.local_prefill=never") as state:
         profile = Path(folder, "profile.json")
         argv = [sys.executable, "-m", "baton", "profile", "--live", str(profile), "--seconds", "60"]
-        argv += ["--target", state.grpc, "--admin", state.admin]
+        argv += ["--target", state.grpc, "--admin", state.admin, "--tensor-parallel", "1"]
         env = {**os.environ, "PYTHONPATH": python_path(ROOT)}
         subprocess.run(argv, env=env, cwd=ROOT, check=True, stdout=sys.stderr)
         return asyncio.run(measure(state, profile, args))

@@ -152,7 +152,7 @@ def warm_up(target: Target) -> None:
 
 def profiled(target: Target, out: Path, seconds: float) -> Path:
     """Run `baton profile --live` on the target in a separate process."""
-    where = [*target.where, "--admin", target.admin]
+    where = [*target.where, "--admin", target.admin, "--tensor-parallel", "1"]
     argv = [sys.executable, "-m", "baton", "profile", "--live", str(out), "--seconds", str(seconds), *where]
     env = {**os.environ, "PYTHONPATH": python_path(ROOT)}
     subprocess.run(argv, env=env, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
