@@ -32,7 +32,7 @@ NONE_IS_FINE := || [ $$? -eq 5 ]
 COMPILED_KERNELS_HERE := $(BIN)/python -c "from baton.engine.kernels.cpu.compiler import load_library; load_library('f32')" 2>&1 | tail -n 1
 # All files with tests that load kernels (`compiler.load_library`).
 KERNEL_SUITES := tests/unit/kernels tests/integration/test_tensor_parallel.py tests/e2e/test_determinism.py \
-	$(patsubst %,tests/unit/engine/test_%.py,deterministic determinism thinking) \
+	$(patsubst %,tests/unit/engine/test_%.py,deterministic determinism overlap thinking) \
 	$(patsubst %,tests/unit/model/test_%.py,checkpoints families fixed_forwards kv replays weights) \
 	$(patsubst %,tests/unit/worker/test_%.py,build roles_thinking)
 TOKENIZERS := claude deepseek_v3 gemini gemma3 gpt35turbo gpt4o gptoss llama2 llama3 llama3_1 qwen3

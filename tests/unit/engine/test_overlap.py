@@ -2,12 +2,14 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 
 from baton.core import FinishReason, HandoffId
 from baton.engine.engine import NO_TOKEN
+from baton.engine.kernels.cpu.compiler import Unavailable, load_library
 from baton.engine.overlap import LateTokens
 from baton.tokenizer import ORACLE_EOS
 from baton.worker.engine_factory import generate
@@ -33,6 +35,16 @@ MODEL |= {"max_position_embeddings": 128, "tie_word_embeddings": True}
 @pytest.fixture(scope="module")
 def model():
     return random_model(MODEL, device=torch.device("cpu"), dtype="float32", block_size=BLOCK)
+
+
+@pytest.fixture(scope="module")
+def comparable():
+    """A function that returns what two runs have in common. Without compiled kernels, bits depend on the batch."""
+    try:
+        load_library("f32")
+    except Unavailable:
+        return lambda tokens: [replace(token, logprobs=None) for token in tokens]
+    return list
 
 
 @pytest.fixture(params=["oracle", "transformer"])
@@ -73,7 +85,7 @@ def assert_balanced(engine):
 
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("number", range(8))
-def test_random_schedules_give_the_streams_of_an_engine_without_overlap(either, number):
+def test_random_schedules_give_the_streams_of_an_engine_without_overlap(either, number, comparable):
     rng = random.Random(number)
     stems = [numbers(rng, rng.randint(5, 13)) for _ in range(3)]
     specs = {key_of(i): mixed_spec(rng, stems) for i in range(20)}
@@ -99,9 +111,9 @@ def test_random_schedules_give_the_streams_of_an_engine_without_overlap(either, 
     assert engine.pool.available == blocks
     assert seen["early"] > 0
     for key, wanted in alone.items():
-        whole = found.tokens[key]
-        assert whole == wanted.tokens[: len(whole)]
-        assert key in released or (whole, found.finishes[key]) == (wanted.tokens, wanted.finish)
+        whole, right = comparable(found.tokens[key]), comparable(wanted.tokens)
+        assert whole == right[: len(whole)]
+        assert key in released or (whole, found.finishes[key]) == (right, wanted.finish)
 
 
 def test_small_pools_preempt_with_the_same_streams(backend):
