@@ -144,7 +144,7 @@ class Sampling:
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 disable those filters. If `seed` is None, the router draws one,
     so that every worker gets a number. `logprobs` None returns none, 0 those of the chosen tokens, k also the k best.
-    `bad_words` are never completed in the answer.
+    `bad_words` bars the token that completes a word in its usual spelling, with or without a space before it.
     """
 
     max_tokens: int = 16
@@ -395,6 +395,7 @@ class WorkerInfo:
     cpu_level: str = ""  # of the compiled kernels; "none" means torch's, empty a GPU or no model
     quantize: str = ""  # "none", "int8" or "int4"; empty from an older worker
     backend: str = ""  # code of the layers if it is not Baton's own, such as "transformers 5.23.0"
+    tokenizer: str = ""  # `Tokenizer.identity` of the model; empty from an older worker
 
 
 @dataclass(slots=True)

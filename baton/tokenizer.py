@@ -16,6 +16,7 @@ import tokenizers
 
 from baton.errors import CheckpointError
 from baton.gguf.conversion import output_of
+from baton.hashing import fingerprint
 from baton.model_hub import check_file, model_folder
 
 _Decode = Callable[[tuple[int, ...]], str]
@@ -82,6 +83,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def vocabulary(self) -> str | list[bytes]:
         """Return the spelling of each token: its bytes by id, or the text of a tokenizer.json."""
+
+    def identity(self) -> str:
+        """Return a digest of the spelling of each id, 24 hex digits; the same in all versions of `tokenizers`."""
+        return fingerprint([str(self.vocabulary())])
 
     def token_id(self, text: str) -> int | None:
         """Return the id of the token that is written as `text`, such as `</think>`."""
@@ -189,6 +194,10 @@ class _FolderTokenizer(Tokenizer):
 
     def vocabulary(self) -> str:
         return str(self._tokenizer.to_str())
+
+    def identity(self) -> str:
+        words = self._tokenizer.get_vocab()
+        return fingerprint(f"{token_id} {word}" for token_id, word in sorted((i, word) for word, i in words.items()))
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str

@@ -4,7 +4,8 @@
                         └───────── drop ─────────┴── expired, or too much output: drop
 
 A stream's last events and thoughts are remembered from the commit on. They stay after its end, because its router may
-die before the client has them. A stream that has ended holds no blocks. Everything runs on the engine thread.
+die before the client has them. A stream that has ended holds no blocks. A router that was only cut off begins another
+attempt, so it releases the stream when it has connected again. Everything runs on the engine thread.
 """
 
 from __future__ import annotations
@@ -37,14 +38,17 @@ class NoRouter:
 
 @dataclass(slots=True)
 class _Stream:
-    """One stream. `ids` has all its output tokens, `events` its events from token `first` on, of `size` bytes."""
+    """One stream. `ids` has all its output tokens, `events` its events from token `first` on, of `size` bytes. They are
+    kept serialized, each with the number of tokens at its end, because message objects take 30 times as much memory.
+    """
 
+    router: str  # id of the last router that had it
     name: str
     resumable_s: float
     determinism: str  # fingerprint of both of its workers
     spec: SequenceSpec | None = None  # as decoding began here; None before that
     ids: list[int] = field(default_factory=list)
-    events: deque[pb.WorkerEvent] = field(default_factory=deque)
+    events: deque[tuple[int, bytes]] = field(default_factory=deque)
     thoughts: Thoughts = field(default_factory=lambda: Thoughts(MAX_RECORD_BYTES))
     first: int = 0
     size: int = 0
@@ -56,12 +60,12 @@ class _Stream:
         if event.HasField("tokens"):
             begin = getattr(event.tokens, "from")  # `from` is a Python keyword
             self.ids[begin:] = event.tokens.ids
-        self.events.append(event)
-        self.size += event.ByteSize()
+        end = len(self.ids) + (not event.HasField("tokens"))  # a last event comes after all tokens
+        self.events.append((end, data := event.SerializeToString()))
+        self.size += len(data)
         while self.size > MAX_RECORD_BYTES and len(self.events) > 1:
-            oldest = self.events.popleft()
-            self.size -= oldest.ByteSize()
-            self.first = getattr(oldest.tokens, "from") + len(oldest.tokens.ids)
+            self.first, oldest = self.events.popleft()
+            self.size -= len(oldest)
 
     def matches(self, wanted: SequenceSpec) -> bool:
         """Whether this is the requested stream, and everything after the tokens known there is remembered."""
@@ -71,13 +75,9 @@ class _Stream:
         known = len(wanted.known)
         return self.first <= known <= len(self.ids) and tuple(self.ids[:known]) == wanted.known
 
-    def after(self, known: int) -> list[pb.WorkerEvent]:
+    def after(self, known: int) -> list[bytes]:
         """Return the events about all tokens except the first `known`."""
-        return [event for event in self.events if not event.HasField("tokens") or _end(event) > known]
-
-
-def _end(event: pb.WorkerEvent) -> int:
-    return int(getattr(event.tokens, "from")) + len(event.tokens.ids)
+        return [data for end, data in self.events if end > known]
 
 
 class DetachedStreams:
@@ -91,10 +91,20 @@ class DetachedStreams:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def open(self, handoff: HandoffId, message: pb.Reserve) -> None:
+    def open(self, handoff: HandoffId, message: pb.Reserve, router: str) -> None:
         """Register a reservation for a stream that may be resumed for `resumable_s` seconds; 0 means never."""
         if message.resumable_s:
-            self._streams[handoff] = _Stream(message.stream, message.resumable_s, message.determinism)
+            self._streams[handoff] = _Stream(router, message.stream, message.resumable_s, message.determinism)
+
+    def router(self, handoff: HandoffId) -> str:
+        """Return the id of the last router that had the stream, or an empty string if it cannot be resumed."""
+        stream = self._streams.get(handoff)
+        return stream.router if stream is not None else ""
+
+    def superseded(self, handoff: HandoffId) -> list[HandoffId]:
+        """Return the parked streams of earlier attempts: their router continues with the attempt of `handoff`."""
+        parked = [old for old, stream in self._streams.items() if stream.until is not None]
+        return [old for old in parked if old.request_id == handoff.request_id and old.attempt < handoff.attempt]
 
     def name(self, handoff: HandoffId) -> str:
         """Return the client's name of the stream, or an empty string if it cannot be resumed."""
@@ -129,18 +139,19 @@ class DetachedStreams:
         stream.until, stream.sent = self._clock.monotonic() + stream.resumable_s, len(stream.ids)
         return True
 
-    def attach(self, handoff: HandoffId, wanted: SequenceSpec) -> list[pb.WorkerEvent] | None:
+    def attach(self, handoff: HandoffId, wanted: SequenceSpec, router: str) -> list[pb.WorkerEvent] | None:
         """Return all thoughts, and the events after `wanted.known`; None if they are not all remembered here."""
         stream = self._streams.get(handoff)
         if stream is None or not stream.matches(wanted):
             return None
-        stream.until = None
-        return stream.thoughts.events(handoff) + stream.after(len(wanted.known))
+        stream.until, stream.router = None, router
+        events = map(pb.WorkerEvent.FromString, stream.after(len(wanted.known)))
+        return [*stream.thoughts.events(handoff), *events]
 
     def attached(self, handoff: HandoffId, known: int) -> pb.Attached:
         """Describe a stream to its new router. The room is counted from the first event after `known` tokens."""
         stream = self._streams[handoff]
-        before = stream.size - sum(event.ByteSize() for event in stream.after(known))
+        before = stream.size - sum(map(len, stream.after(known)))
         room = 0 if stream.first else max(0, MAX_RECORD_BYTES - before)
         return pb.Attached(room=room, determinism=stream.determinism)
 

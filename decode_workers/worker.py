@@ -170,6 +170,8 @@ class DecodeWorker(HandoffRole[DecodeJob]):
         if (refusal := self._refusal(message, handoff)) is not None:
             session.emit([refusal])
             return
+        for old in self.detached.superseded(handoff) if handoff.attempt > 1 else ():
+            self._drop(old)
         # The known tokens may fill the model's context: the request has ended then, and only its finish is sent.
         room = min(message.known_tokens, self._info.max_model_len - 1)
         reservation = None if self.draining else self._engine.reserve(room, message.prefix)
@@ -180,7 +182,7 @@ class DecodeWorker(HandoffRole[DecodeJob]):
         self.reservations.open(handoff, reservation, message.known_tokens, deadline)
         cached = reservation.cached_tokens
         log.debug("handoff_reserved", handoff=handoff, known_tokens=message.known_tokens, cached=cached)
-        self.detached.open(handoff, message)
+        self.detached.open(handoff, message, session.router_id)
         self._add(handoff, DecodeJob(session))
         self._records.note(handoff, session.router_id, RecordState.RESERVED)
         session.emit([events.reserved(handoff, cached)])
@@ -230,7 +232,7 @@ class DecodeWorker(HandoffRole[DecodeJob]):
         """Attach a new router to a stream, because its old router has died or is about to."""
         message = command.attach
         handoff, spec = convert.handoff_from_pb(message.handoff), convert.spec_from_pb(message.spec)
-        missed = self.detached.attach(handoff, spec)
+        missed = self.detached.attach(handoff, spec, session.router_id)
         if missed is None:
             raise StaleAttempt(f"the events of {handoff} after {len(spec.known)} tokens are not here")
         job = self._work.get(handoff)
@@ -276,8 +278,8 @@ class DecodeWorker(HandoffRole[DecodeJob]):
             router.emit([events.fenced(handoff)])
 
     def _release(self, session: Session, handoff: HandoffId) -> None:
-        if self._owner(handoff, session) is session or not self.detached.name(handoff):
-            super()._release(session, handoff)  # otherwise the session is a former owner and was notified
+        if self.detached.router(handoff) in {"", session.router_id}:
+            super()._release(session, handoff)  # otherwise another router has attached to the stream
 
     @property
     def idle(self) -> bool:

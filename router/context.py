@@ -118,6 +118,7 @@ def build_context(
     clock: Clock,
     prefixes: PrefixIndex | None = None,
     streams: StreamSource | None = None,
+    tokenizer: str = "",
 ) -> RouterContext:
     """Build the parts of a router; see `serve`. Raises ConfigError for unusable files or a missing exporter."""
 
@@ -132,7 +133,7 @@ def build_context(
     metrics = Metrics(settings.name, settings.version, settings.model)
     alone, local, colocated = ALONE[settings.policy], settings.local_prefill, settings.colocated
     options = PoolOptions(
-        alone, settings.chunk, local, colocated, settings.slo_itl_s, settings.rows, metrics.ttft_predicted
+        alone, settings.chunk, local, colocated, settings.slo_itl_s, settings.rows, metrics.ttft_predicted, tokenizer
     )
     policy, silence_s = POLICIES[settings.policy], settings.worker_silence_s
     pool = WorkerPool(workers, policy, router_id, silence_s, clock, wire, prefixes=prefixes, options=options)

@@ -282,7 +282,7 @@ async def serve(
     """
     if settings.policy not in POLICIES:
         raise ConfigError(f"router.policy: {settings.policy!r} is not one of {', '.join(sorted(POLICIES))}")
-    context = build_context(settings, workers, clock or SystemClock(), prefixes, streams)
+    context = build_context(settings, workers, clock or SystemClock(), prefixes, streams, tokenizer.identity())
     router = Router(context, tokenizer, control_state)
     await router.start()
     return router

@@ -39,7 +39,7 @@ MAIN_PATH = (  # in the order in which a request passes them
     "decode_workers/reservations.py",
     "decode_workers/worker.py",
 )
-MAIN_PATH_LIMIT, PRODUCT_LIMIT, FILE_LIMIT, FUNCTION_LIMIT, FOLDER_LIMIT = 5600, 66000, 600, 50, 15
+MAIN_PATH_LIMIT, PRODUCT_LIMIT, FILE_LIMIT, FUNCTION_LIMIT, FOLDER_LIMIT = 5600, 66500, 600, 50, 15
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,33 +35,33 @@ class Generator:
 
 def report(samples: Sequence[Sample], goals: Goals, plan: Mapping[str, Any], generator: Generator) -> dict[str, Any]:
     """Return all figures, for `--json`. A distribution without values is None."""
-    good = [sample for sample in samples if not sample.error and sample.times]
+    done = [sample for sample in samples if not sample.error]
+    good = [sample for sample in done if sample.times]
     wall_s = max(sample.end for sample in samples) - min(sample.start for sample in samples)
-    tokens, prompts = sum(sample.tokens for sample in good), sum(sample.prompt_tokens for sample in good)
-    completed = sum(not sample.error for sample in samples)
+    tokens, prompts = sum(sample.tokens for sample in done), sum(sample.prompt_tokens for sample in done)
     late_s = [sample.sent - sample.start for sample in samples if sample.sent is not None]
     return {
         "kind": KIND,
         "plan": dict(plan),
         "began": generator.began,
         "seconds": wall_s,
-        "completed": completed,
+        "completed": len(done),
         "unfinished": generator.unfinished,
         "clipped": generator.clipped,
         "errors": dict(Counter(sample.error for sample in samples if sample.error)),
         "prompt_tokens": prompts,
-        "cached_tokens": sum(sample.cached_tokens for sample in good),
-        "kv_bytes": sum(sample.kv_bytes for sample in good),
+        "cached_tokens": sum(sample.cached_tokens for sample in done),
+        "kv_bytes": sum(sample.kv_bytes for sample in done),
         "completion_tokens": tokens,
         "messages": sum(len(sample.times) for sample in good),
-        "requests_per_s": rate(completed, wall_s),
+        "requests_per_s": rate(len(done), wall_s),
         "tokens_per_s": rate(tokens, wall_s),
         "total_tokens_per_s": rate(tokens + prompts, wall_s),
         "ttft_ms": distribution([sample.ttft_s for sample in good]),
         "itl_ms": distribution([gap for sample in good for gap in sample.gaps_s]),
         "tpot_ms": distribution([sample.tpot_s for sample in good if sample.tpot_s is not None]),
-        "e2e_ms": distribution([sample.e2e_s for sample in good]),
-        "goodput": goodput(good, goals, len(samples), wall_s),
+        "e2e_ms": distribution([sample.e2e_s for sample in done]),
+        "goodput": goodput(done, goals, len(samples), wall_s),
         "generator": {
             "cpu_share": generator.cpu_share,
             "late_p99_s": percentile(sorted(late_s) or [0.0], 99),
@@ -75,11 +75,11 @@ def rate(count: int, seconds: float) -> float:
     return count / seconds if seconds > 0 else 0.0
 
 
-def goodput(good: Sequence[Sample], goals: Goals, sent: int, wall_s: float) -> dict[str, Any] | None:
+def goodput(done: Sequence[Sample], goals: Goals, sent: int, wall_s: float) -> dict[str, Any] | None:
     """Return requests that met all goals, as a rate and a share, and the share for each goal, or None without goals."""
     if not goals.given():
         return None
-    met = [goals.met(sample) for sample in good]
+    met = [goals.met(sample) for sample in done]
     whole = sum(all(each.values()) for each in met)
     attained = {name: sum(each[name] for each in met) / sent for name in goals.given()}
     given = goals.given() | ({"gap_percentile": goals.gap_percentile} if goals.gap_ms is not None else {})

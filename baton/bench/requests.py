@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -10,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from baton.bench.lengths import Lengths
-from baton.bench.traces import Arrival, Trace, read_trace
+from baton.bench.traces import IDS, Arrival, Trace, read_trace
 from baton.bench.workload import Prompts, Times, arrivals
 from baton.client import Model, Prompt
 from baton.errors import ConfigError, InvalidRequest, UnknownModel
 
 REQUESTS, CONCURRENCY = 100, 8
 CHECKED = 10_000  # requests of an endless load that are checked before the start
+MOST_IN_FLIGHT, PROMPT_TOKENS = 1024, "128"  # defaults
 ANY_VOCABULARY = 256  # default if the server reports none: ids that every model has
 TRACE = "trace"
 
@@ -28,11 +30,11 @@ class BenchPlan:
     concurrency: int | None = None  # requests in flight of a closed loop
     rate: float | None = None  # per second; makes the loop open, like `arrivals`
     arrivals: str | None = None
-    max_in_flight: int = 1024
+    max_in_flight: int = MOST_IN_FLIGHT
     requests: int | None = None
     duration: float | None = None
     warmup: int = 0
-    prompt_tokens: str = "128"
+    prompt_tokens: str = PROMPT_TOKENS
     max_tokens: str | None = None
     trace: Path | None = None
     scale: float = 1.0
@@ -66,7 +68,13 @@ class BenchPlan:
             and (not replayed or self.rate is not None),
             "--scale: needs --trace": self.scale != 1 and self.trace is None,
             "--every: needs --trace": self.every != 1 and self.trace is None,
+            "--max-in-flight: for an open loop only; --concurrency limits a closed one": not self.is_open
+            and self.max_in_flight != MOST_IN_FLIGHT,
+            f"--vocab-size: must be at most {IDS}": (self.vocab_size or 0) > IDS,
         }
+        numbers = {"duration": self.duration or 0, "deterministic-share": self.deterministic_share}
+        numbers |= {"temperature": self.temperature, "promise-ms": sum(self.promise_ms)}
+        wrong |= {f"--{name}: must be a number, got nan": math.isnan(value) for name, value in numbers.items()}
         for message, is_so in wrong.items():
             if is_so:
                 raise ConfigError(message)
@@ -99,6 +107,7 @@ class Load:
         trace = None
         if plan.trace is not None:
             trace = read_trace(plan.trace, scale=plan.scale, limit=plan.requests, every=plan.every)
+            _check_lengths(plan, trace)
         if plan.arrivals == TRACE and trace is not None:
             return cls(plan, lengths, _replayed(plan, trace), None)
         times = None if plan.rate is None else Times.parse(plan.arrivals or "poisson", plan.rate)
@@ -139,6 +148,14 @@ class Load:
             prompt = prompts.tokens(fit, number) if fit.prompt is None else fit.prompt
             is_deterministic = draw.random() < self.plan.deterministic_share
             yield BenchRequest(prompt, fit.max_tokens, fit.at_s, is_deterministic, fit is not one)
+
+
+def _check_lengths(plan: BenchPlan, trace: Trace) -> None:
+    """Raise ConfigError for a length that no request of the trace takes. A file may also have lengths of answers."""
+    if plan.prompt_tokens != PROMPT_TOKENS and not plan.prompt_tokens.startswith("file:"):
+        raise ConfigError("--prompt-tokens: for random prompts only, all requests of --trace have their own")
+    if plan.max_tokens is not None and all(one.max_tokens for one in trace.arrivals):
+        raise ConfigError(f"--max-tokens: all requests of {trace.path} have their own")
 
 
 def _replayed(plan: BenchPlan, trace: Trace) -> Trace:

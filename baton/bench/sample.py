@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
+
+from baton.errors import ConfigError
 
 NOT_SENT = "NotSent"  # an `error`: never sent, because too many requests were in flight
 
@@ -34,7 +37,7 @@ class Sample:
 
     @property
     def tpot_s(self) -> float | None:
-        return (self.times[-1] - self.times[0]) / (self.tokens - 1) if self.tokens > 1 else None
+        return (self.times[-1] - self.times[0]) / (self.tokens - 1) if self.tokens > 1 and self.times else None
 
     @property
     def e2e_s(self) -> float:
@@ -78,13 +81,20 @@ class Goals:
     gap_percentile: float = 100.0
     e2e_ms: float | None = None  # until the end of the request
 
+    def check(self) -> None:
+        for name, value in self.given().items():
+            if not 0 < value < math.inf:
+                raise ConfigError(f"--{name.replace('_', '-')}: must be finite milliseconds above 0, got {value:g}")
+        if self.gap_percentile != 100 and (self.gap_ms is None or math.isnan(self.gap_percentile)):
+            raise ConfigError(f"--gap-percentile: must be from 0 to 100, with --gap-ms, got {self.gap_percentile:g}")
+
     def given(self) -> dict[str, float]:
         goals = {"ttft_ms": self.ttft_ms, "itl_ms": self.itl_ms, "gap_ms": self.gap_ms, "e2e_ms": self.e2e_ms}
         return {name: value for name, value in goals.items() if value is not None}
 
     def met(self, sample: Sample) -> dict[str, bool]:
         took_s = {
-            "ttft_ms": sample.ttft_s,
+            "ttft_ms": sample.ttft_s if sample.times else math.inf,
             "itl_ms": sample.tpot_s or 0.0,
             "gap_ms": percentile(sorted(sample.gaps_s) or [0.0], self.gap_percentile),
             "e2e_ms": sample.e2e_s,

@@ -13,6 +13,7 @@ from baton import errors
 from baton.bench.requests import BenchRequest
 from baton.bench.sample import Sample
 from baton.client import AsyncClient, Model, Options
+from baton.client._retry import seconds
 from baton.clock import Clock
 from baton.errors import BatonError, ConfigError
 
@@ -46,18 +47,18 @@ class HttpServer:
     ) -> None:
         if token is not None and not (token.isascii() and token.isprintable()):  # as over gRPC
             raise ConfigError("token: must be printable ASCII without line breaks")
+        limit = self._timeout = seconds(timeout)
         base = url.rstrip("/").removesuffix("/v1") + "/v1/"
         headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {})
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
         try:
             self._http = httpx2.AsyncClient(
-                base_url=base, headers=headers, limits=limits, timeout=timeout, verify=tls or True, trust_env=False
+                base_url=base, headers=headers, limits=limits, timeout=limit, verify=tls or True, trust_env=False
             )
         except httpx2.InvalidURL as error:
             raise errors.InvalidRequest.of("--http", f"must be a URL, got {url!r}: {error}") from error
         self._body = {name: value for name, value in options.items() if value not in {None, ""}}
         self._clock = clock
-        self._timeout = timeout
 
     async def models(self) -> list[Model]:
         try:
@@ -89,6 +90,8 @@ class HttpServer:
                 await self._read(reply, sample)
         except (TimeoutError, httpx2.TimeoutException) as error:
             raise errors.DeadlineExceeded(f"no answer within {self._timeout:g} s") from error
+        except orjson.JSONEncodeError as error:
+            raise errors.InvalidRequest.of("prompt", f"must be JSON: {error}") from error
         except httpx2.HTTPError as error:
             raise _lost(error) from error
 

@@ -26,6 +26,7 @@ MOONCAKE_BLOCK = 512
 AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MOONCAKE = ("timestamp", "input_length", "output_length", "hash_ids")
 BATON = ("prompt", "prompt_tokens", "max_tokens", "timestamp")
+IDS = 2**32  # of tokens, as on the wire
 MOST_SHOWN = 60  # characters of a wrong value
 
 
@@ -194,8 +195,12 @@ def _own(where: str, line: dict[str, Any]) -> Arrival:
     more = _tokens(where, "max_tokens", line["max_tokens"]) if "max_tokens" in line else 0
     prompt = line.get("prompt")
     if isinstance(prompt, str):
+        if re.search(r"[\ud800-\udfff]", prompt):
+            raise ConfigError(f"{where}: prompt: must have no lone surrogate, got {_shown(prompt)}")
         return Arrival(at_s, 0, more, prompt=prompt)
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+        if wrong := [token for token in prompt if not 0 <= token < IDS]:
+            raise ConfigError(f"{where}: prompt: token ids must be from 0 to {IDS - 1}, got {_shown(wrong[0])}")
         return Arrival(at_s, len(prompt), more, prompt=tuple(prompt))
     if "prompt" in line:
         raise ConfigError(f"{where}: prompt: must be text or a list of token ids")

@@ -25,7 +25,8 @@ Target = Annotated[
     typer.Option("--target", help="a router's host:port, or several with commas, instead of a local cluster"),
 ]
 AdminTarget = Annotated[
-    str | None, typer.Option("--target", help="a router's admin address instead of a local cluster")
+    str | None,
+    typer.Option("--target", help="a router's admin address, or several with commas, instead of a local cluster"),
 ]
 TLS = "a CA file, a folder of `baton certs`, or system (default: the local cluster's)"
 Tls = Annotated[Path | None, typer.Option("--tls", envvar="BATON_TLS", help=TLS)]

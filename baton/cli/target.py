@@ -12,6 +12,7 @@ from typing import TypeVar
 import grpc
 
 from baton.client import AsyncClient, Client
+from baton.client._retry import targets_of
 from baton.client.types import ClusterStatus
 from baton.cluster.state_dir import ClusterState, StateFolder, running_clusters
 from baton.config import ClusterConfig, load_config
@@ -90,9 +91,11 @@ class Admins:
 
     @classmethod
     def find(cls, name: str | None, target: str | None, tls: Path | None) -> Admins:
-        """Return `target` (an admin address), or the routers of the running cluster `name`. Raises NoWorker."""
+        """Return `target` (admin addresses with commas), or the routers of the running cluster `name`. Raises NoWorker,
+        ConfigError.
+        """
         running = None if target else find_cluster(name)
-        addresses = [running.admin, *running.admins[1:]] if running is not None else [str(target)]
+        addresses = [running.admin, *running.admins[1:]] if running is not None else targets_of(str(target))
         return cls([from_here(address) for address in addresses], Credentials.find(running, tls))
 
     @property

@@ -44,6 +44,9 @@ def chat_request(messages: Chat, options: types.Options, tools: Tools = ()) -> i
     """Like `generate_request`, for a conversation and OpenAI's `tools`. A message may be a mapping as of OpenAI's API:
     text parts are joined with line breaks, as over HTTP. Raises TypeError also for an unknown field.
     """
+    for name, given in (("messages", messages), ("tools", tools)):
+        if isinstance(given, str | bytes | Mapping):
+            raise TypeError(f"{name} must be a list, not {type(given).__name__}")
     request = _options(options)
     request.chat.SetInParent()
     if tools:
@@ -54,7 +57,8 @@ def chat_request(messages: Chat, options: types.Options, tools: Tools = ()) -> i
         fields = {"role": turn.role, "content": turn.content, "tool_call_id": turn.tool_call_id, **more}
         for name, value in fields.items():
             added.MergeFrom(_field(inference.ChatMessage, name, value, where))
-        for call in turn.tool_calls:
+        for index, each in enumerate(turn.tool_calls):
+            call = _call(each, f"{where}tool_calls[{index}].")
             values = {"id": call.id, "name": call.name, "arguments": call.arguments}
             added.tool_calls.append(build_message(inference.ToolCall, f"{where}tool_calls", **values))
     return request
@@ -131,13 +135,14 @@ def _set(request: inference.GenerateRequest, name: str, value: Any) -> None:
 
 def _turn(message: Mapping[str, Any], where: str) -> tuple[types.ChatMessage, dict[str, Any]]:
     """Return a message, and the fields of the wire that `types.ChatMessage` lacks."""
-    unknown = [name for name, value in message.items() if name not in _TURN and value is not None]
+    unknown = [name for name, value in _mapping(message, where).items() if name not in _TURN and value is not None]
     if unknown:
         raise TypeError(f"unknown field {unknown[0]!r} of a message; must be one of {', '.join(_TURN)}")
-    calls = tuple(call if isinstance(call, types.ToolCall) else _call(call) for call in message.get("tool_calls") or ())
-    content = message.get("content") or "" if calls else message["content"]
+    calls = tuple(message.get("tool_calls") or ())
     reasoning = message.get("reasoning_content") or message.get("reasoning")
-    turn = types.ChatMessage(message["role"], _joined(content, where), calls, message.get("tool_call_id"))
+    content = message.get("content") or "" if calls else _member(message, "content", where)
+    role, content = _member(message, "role", where), _joined(content, where)
+    turn = types.ChatMessage(role, content, calls, message.get("tool_call_id"))
     return turn, {"name": message.get("name"), "reasoning": reasoning}
 
 
@@ -153,8 +158,26 @@ def _joined(content: Any, where: str) -> Any:
     return "\n".join(texts)
 
 
-def _call(call: Mapping[str, Any]) -> types.ToolCall:
-    return types.ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"])
+def _call(call: object, where: str) -> types.ToolCall:
+    if isinstance(call, types.ToolCall):
+        return call
+    function, inner = _member(call, "function", where), f"{where}function."
+    return types.ToolCall(
+        _member(call, "id", where), _member(function, "name", inner), _member(function, "arguments", inner)
+    )
+
+
+def _member(given: object, name: str, where: str) -> Any:
+    """Return a value of a mapping. Raises InvalidRequest if there is none."""
+    if name not in (found := _mapping(given, where)):
+        raise InvalidRequest.of(f"{where}{name}", "must be set")
+    return found[name]
+
+
+def _mapping(given: object, where: str) -> Mapping[str, Any]:
+    if not isinstance(given, Mapping):
+        raise InvalidRequest.of(where.rstrip("."), f"must be a mapping, not {type(given).__name__}")
+    return given
 
 
 def _json(value: object, field: str) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -24,17 +25,25 @@ KEEPS = "baton-keep"
 RESUMABLE_S = 30.0  # default time that a stream outlives its router, so that the client finds another one.
 # From a router that cannot resume, or not this request
 REFUSALS = (errors.Unsupported, errors.UnknownModel, errors.InvalidRequest)
+# So begins the NoWorker of `from_rpc_error` for an unreachable router, and not one that a router sent.
+UNREACHABLE = "cannot reach "
 RETRY_BASE_S = 0.25
 RETRY_CAP_S = 5.0
+MOST_TIMEOUT_S = 1e9  # gRPC's clock overflows at a few times as much
 _LOOPBACK = ("127.", "localhost:", "[::1]", "unix:")
 _LISTS = ("ipv4:", "ipv6:")  # gRPC's syntax for several addresses of one router
 
 
 class Attempts:
-    """Retries of one call under one deadline. `draw` returns random numbers from 0 to 1."""
+    """Retries of one call under one deadline. `draw` returns random numbers from 0 to 1. `spare` is the number of other
+    routers: so many times an unreachable one costs neither a retry nor a wait.
+    """
 
-    def __init__(self, max_retries: int, timeout: float | None, clock: Clock, draw: Callable[[], float]) -> None:
+    def __init__(
+        self, max_retries: int, timeout: float | None, clock: Clock, draw: Callable[[], float], spare: int = 0
+    ) -> None:
         self._max_retries = max_retries
+        self._spare = spare
         self._clock = clock
         self._draw = draw
         self._deadline = None if timeout is None else clock.monotonic() + timeout
@@ -48,6 +57,9 @@ class Attempts:
         Raises `error` if no retry can help, is left, or fits the deadline. `started` means that an event of the stream
         has arrived, so the request must not be sent again.
         """
+        if self._spare and not started and isinstance(error, errors.NoWorker) and str(error).startswith(UNREACHABLE):
+            self._spare -= 1
+            return 0.0
         if started or not error.retryable or self._retries >= self._max_retries:
             raise error
         wait: float = self._draw() * min(RETRY_CAP_S, RETRY_BASE_S * 2**self._retries)
@@ -63,7 +75,7 @@ class Attempts:
 
 
 class ClientBase:
-    """Arguments and routers of a client. Raises ConfigError for a bad target, CA file, token or `max_retries`."""
+    """Arguments and routers of a client. Raises ConfigError for a bad target, CA file or token, or a bad number."""
 
     _draw: Callable[[], float] = random.SystemRandom().random  # seeded programs must not retry in step
     _clock: Clock = SystemClock()
@@ -81,11 +93,11 @@ class ClientBase:
         self._targets = targets_of(target)
         if token is not None and not (token.isascii() and token.isprintable()):
             raise ConfigError("token: must be printable ASCII without line breaks")
-        if max_retries < 0:
-            raise ConfigError(f"max_retries: must be at least 0, got {max_retries}")
+        if type(max_retries) is not int or max_retries < 0:
+            raise ConfigError(f"max_retries: must be a whole number of at least 0, got {max_retries!r}")
         self._target = self._targets[0]  # first router to try
         self._admin = admin
-        self._timeout = timeout
+        self._timeout = seconds(timeout)
         self._max_retries = max_retries
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._credentials = _credentials(tls)
@@ -96,13 +108,25 @@ class ClientBase:
     def _opened(self) -> None:
         """Finish the construction after all arguments were checked."""
 
-    def _attempts(self, timeout: float | None) -> Attempts:
-        return Attempts(self._max_retries, self._timeout if timeout is None else timeout, self._clock, self._draw)
+    def _attempts(self, timeout: float | None, only: str = "") -> Attempts:
+        spare = 0 if only else len(self._targets) - 1
+        left = self._timeout if timeout is None else seconds(timeout)
+        return Attempts(self._max_retries, left, self._clock, self._draw, spare)
 
     def _after(self, target: str) -> str:
         """Return the router to try after `target` failed; later calls start there too."""
         self._target = self._targets[(self._targets.index(target) + 1) % len(self._targets)]
         return self._target
+
+
+def seconds(timeout: Any) -> float | None:
+    """Return the timeout, None for an infinite one. Raises ConfigError."""
+    if timeout is None or timeout == math.inf:
+        return None
+    if not isinstance(timeout, int | float) or not 0 < timeout <= MOST_TIMEOUT_S:
+        allowed = f"seconds above 0, at most {MOST_TIMEOUT_S:g}, or None"
+        raise ConfigError(f"timeout: must be {allowed}, got {timeout!r}")
+    return timeout
 
 
 def targets_of(target: str) -> tuple[str, ...]:

@@ -55,6 +55,13 @@ class Stubs:
             await made.close()
 
 
+def begin(
+    method: Callable[..., Call], request: object, timeout: float | None, metadata: tuple[tuple[str, str], ...]
+) -> Call:
+    """Start a stream."""
+    return method(request, timeout=timeout, metadata=metadata)
+
+
 async def ask(method: Unary[Q, R], request: Q, timeout: float | None, metadata: tuple[tuple[str, str], ...]) -> R:
     """Return the reply. Raises grpc.RpcError, or Cancelled if the client was closed during the call."""
     call = method(request, timeout=timeout, metadata=metadata)

@@ -68,9 +68,17 @@ class Stubs:
                 made.close()
 
 
+def begin(method: Callable[..., R], request: object, timeout: float | None, metadata: tuple[tuple[str, str], ...]) -> R:
+    """Start a stream, or return a reply. Raises grpc.RpcError, or Cancelled if another thread has closed the client."""
+    try:
+        return method(request, timeout=timeout, metadata=metadata)
+    except ValueError as error:  # of gRPC, for a closed channel
+        raise Cancelled("the client was closed") from error
+
+
 def ask(method: Unary[Q, R], request: Q, timeout: float | None, metadata: tuple[tuple[str, str], ...]) -> R:
-    """Return the reply. Raises grpc.RpcError."""
-    return method(request, timeout=timeout, metadata=metadata)
+    """Return the reply. Raises the errors of `begin`."""
+    return begin(method, request, timeout, metadata)
 
 
 class Reader:

@@ -14,7 +14,7 @@ from baton.client._accumulator import Fold
 from baton.client._messages import Chat, Tools
 from baton.client._retry import RESUMABLE, RESUMABLE_S, ClientBase, Recovery
 from baton.client.types import ClusterStatus, Completion, Delta, Model, Options, Prompt
-from baton.errors import BatonError, Cancelled, ConfigError, NoWorker
+from baton.errors import BatonError, Cancelled, ConfigError, DeadlineExceeded, NoWorker, Overloaded, WorkerLost
 from baton.rpc.status import from_rpc_error
 from baton.rpc.v1 import admin_pb2 as admin
 from baton.rpc.v1 import inference_pb2 as inference
@@ -98,14 +98,14 @@ class AsyncStream(Fold):
         client, left = self._client, self._attempts.remaining()
         stub = client._stubs.of(self._target)
         if not self.request_id:
-            return stub.Generate(self._request, timeout=left, metadata=client._metadata)
+            return wire.begin(stub.Generate, self._request, left, client._metadata)
         request = inference.ResumeRequest(request_id=self.request_id, request=self._request)
         request.received.extend(self._received(self._request.n))
         request.request.sampling.MergeFrom(self._defaults)
         request.system_fingerprint = self.system_fingerprint
         request.prompt_logprobs_received = len(self._prompt)
         self._rewind()
-        return stub.Resume(request, timeout=left, metadata=client._metadata)
+        return wire.begin(stub.Resume, request, left, client._metadata)
 
     async def _read(self) -> inference.GenerateEvent | None:
         if self._again_at is not None:  # a wait was interrupted
@@ -131,6 +131,8 @@ class AsyncStream(Fold):
     async def _send_again(self, wait_s: float) -> None:
         """Send a failed call again after a wait. If that is interrupted, the next read waits for the rest."""
         await self._client._sleep(max(0.0, wait_s))
+        if self._again_at is None:
+            return  # another task sent it during the wait
         self._raise_if_closed()  # another task or thread may have closed the stream during the wait
         self._again_at = None
         self._target = self._client._after(self._target)
@@ -205,17 +207,17 @@ class AsyncClient(ClientBase):
 
     async def cancel(self, request_id: str) -> bool:
         """Cancel a running request of any client; return False if none of this client's routers runs it."""
-        request = inference.CancelRequest(request_id=request_id)
-        unreachable: NoWorker | None = None
+        request = _messages.build_message(inference.CancelRequest, "request_id", request_id=request_id)
+        failed: BatonError | None = None
         for target in self._targets:
             try:
                 reply = await self._call(lambda target: self._stubs.of(target).Cancel, request, target)
                 if reply.found:
                     return True
-            except NoWorker as error:
-                unreachable = error
-        if unreachable is not None:
-            raise unreachable
+            except (NoWorker, WorkerLost, DeadlineExceeded, Overloaded) as error:  # another router may run it
+                failed = error
+        if failed is not None:
+            raise failed
         return False
 
     async def tokenize(self, text: str, model: str = "") -> list[int]:
@@ -242,7 +244,7 @@ class AsyncClient(ClientBase):
 
     async def _call(self, method: Callable[[str], wire.Unary[Q, R]], request: Q, only: str = "") -> R:
         """Return the reply of the router `only`, or else of any router of this client."""
-        attempts = self._attempts(None)
+        attempts = self._attempts(None, only)
         target = only or self._target
         while True:
             try:

@@ -23,19 +23,19 @@ class Options(TypedDict, total=False):
     model: str  # (the served one)
     max_tokens: int | None  # (16) 0 only computes the prompt
     min_tokens: int | None  # (0) No end of sequence and no stop token before.
-    temperature: float | None  # (1.0) 0 is greedy.
-    top_p: float | None  # (1.0)
-    top_k: int | None  # (0, which means off)
-    min_p: float | None  # (0)
+    temperature: float | None  # (the model's, or 1.0) 0 is greedy.
+    top_p: float | None  # (the model's, or 1.0)
+    top_k: int | None  # (the model's, or 0, which means off)
+    min_p: float | None  # (the model's, or 0)
     seed: int | None  # (drawn by the router)
-    repetition_penalty: float | None  # (1.0)
+    repetition_penalty: float | None  # (the model's, or 1.0)
     presence_penalty: float | None  # (0)
     frequency_penalty: float | None  # (0)
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool | None  # (False)
     logit_bias: Mapping[int, float] | None  # token id -> added to its logit
-    bad_words: Sequence[str] | None  # texts that the answer never completes
+    bad_words: Sequence[str] | None  # the usual spellings of these texts are not completed
     include_stop_str_in_output: bool | None  # (False) the text ends with the stop string
     skip_special_tokens: bool | None  # (True) special tokens have no text
     add_special_tokens: bool | None  # (True for a text, False for a chat) begin with the model's special tokens

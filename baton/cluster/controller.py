@@ -100,7 +100,12 @@ class Controller:
         kept = taken_over and stored is not None and stored.by != "file" and (stored.prefill > 0) == (plan.prefill > 0)
         if stored is None:
             plan = replace(plan, reason="set by the cluster file")
-        elif kept or (stored.prefill, stored.decode) == (plan.prefill, plan.decode):
+        elif (stored.prefill, stored.decode) == (plan.prefill, plan.decode):
+            plan = stored
+        elif kept:
+            file, since = (f"{one.prefill} prefill and {one.decode} decode" for one in (plan, stored))
+            text = f"the cluster file has {file} workers, but {stored.by} set {since} since: `baton scale` changes it"
+            self._journal.record("plan", text)
             plan = stored
         else:
             reason = "the cluster file differs from the plan before"

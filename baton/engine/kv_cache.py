@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -16,6 +14,7 @@ from baton.core import KVLayout
 from baton.engine.kernels.cpu.ops import CompiledBlockCopy
 from baton.engine.kernels.gpu.cuda_memory import CudaDevice, ExposedGpuMemory
 from baton.engine.memory.exposed import ExposedMemory, Shape
+from baton.engine.memory.host_memory import available_bytes, total_bytes
 from baton.engine.memory.huge_pages import Arena
 from baton.errors import ConfigError
 
@@ -27,7 +26,6 @@ DTYPES: dict[str, torch.dtype] = {
 }
 CPU_SHARE, CPU_CAP_BYTES = 0.2, 4 << 30  # of available memory, per worker, because several share a machine
 GPU_SHARE = 0.9  # after activations (`claim_activations`); the rest is for graphs, sampling, transfers
-CGROUP = Path("/sys/fs/cgroup")
 
 
 Exposed = ExposedMemory | ExposedGpuMemory
@@ -326,27 +324,7 @@ def auto_kv_bytes(device: torch.device) -> int:
 
 
 def _total_bytes(device: torch.device) -> int:
-    """Return all memory in bytes, used or not, because a container counts reclaimable file cache as used."""
+    """Return all memory in bytes, used or not."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
-    machine, limit = int(psutil.virtual_memory().total), CGROUP / "memory.max"
-    text = limit.read_text().strip() if limit.exists() else ""
-    return min(machine, int(text)) if text.isdigit() else machine
-
-
-def available_bytes(cgroup: Path = CGROUP) -> int:
-    """Return the available main memory in bytes: the machine's, or the container's if that is less."""
-    machine = int(psutil.virtual_memory().available)
-    try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        used = int((cgroup / "memory.current").read_text()) - _file_cache(cgroup)
-    except (OSError, ValueError):
-        return machine
-    return min(machine, max(0, int(limit) - used)) if limit.isdigit() else machine
-
-
-def _file_cache(cgroup: Path) -> int:
-    """Return the bytes of reclaimable file cache, which a container counts as used."""
-    stat = cgroup / "memory.stat"
-    lines = (line.split() for line in (stat.read_text() if stat.exists() else "").splitlines())
-    return sum(int(value) for name, value in lines if name in {"inactive_file", "active_file"})
+    return total_bytes()

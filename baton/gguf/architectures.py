@@ -62,7 +62,6 @@ class Architecture:
         return None if name is None else f"{layer}.{name}.{end}"
 
 
-_WINDOW = {"attention.sliding_window": "sliding_window"}
 _AROUND = {**AFTER, "ffn_norm": "pre_feedforward_layernorm"}
 _SCALED = {
     "attention.scale": "attention_multiplier",
@@ -81,23 +80,19 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma2": Architecture(
         "Gemma2ForCausalLM", "gemma2", plus_one=True, parts=_AROUND,
         keys={
-            **_WINDOW, "attn_logit_softcapping": "attn_logit_softcapping",
+            "attention.sliding_window": "sliding_window", "attn_logit_softcapping": "attn_logit_softcapping",
             "final_logit_softcapping": "final_logit_softcapping",
         },
     ),
     "gemma3": Architecture(
         "Gemma3ForCausalLM", "gemma3_text", plus_one=True, parts=_AROUND,
         keys={
-            **_WINDOW, "rope.freq_base_swa": "rope_local_base_freq",
-            "final_logit_softcapping": "final_logit_softcapping",
+            "rope.freq_base_swa": "rope_local_base_freq", "final_logit_softcapping": "final_logit_softcapping",
         },
     ),
-    "phi3": Architecture(
-        "Phi3ForCausalLM", "phi3", partial=True, parts={"ffn_up": "mlp.gate_up_proj"}, keys=_WINDOW,
-        fixed={"sliding_window": None},
-    ),
+    "phi3": Architecture("Phi3ForCausalLM", "phi3", partial=True, parts={"ffn_up": "mlp.gate_up_proj"}),
     "starcoder2": Architecture(
-        "Starcoder2ForCausalLM", "starcoder2", eps="norm_epsilon", keys=_WINDOW, fixed={"sliding_window": None},
+        "Starcoder2ForCausalLM", "starcoder2", eps="norm_epsilon",
         parts={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
     ),
     "stablelm": Architecture("StableLmForCausalLM", "stablelm", eps="layer_norm_eps", partial=True),
@@ -110,6 +105,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         "CohereForCausalLM", "cohere", eps="layer_norm_eps", keys={"logit_scale": "logit_scale"}
     ),
     "cohere2": Architecture(
-        "Cohere2ForCausalLM", "cohere2", eps="layer_norm_eps", keys={**_WINDOW, "logit_scale": "logit_scale"}
+        "Cohere2ForCausalLM", "cohere2", eps="layer_norm_eps", keys={"logit_scale": "logit_scale"}
     ),
 }  # fmt: skip

@@ -129,9 +129,12 @@ class _Config:
         if name in ("gemma2", "gemma3"):
             large = (name, self._integer("block_count")) in LARGE_GEMMA
             found["query_pre_attn_scalar"] = hidden // heads if large else head_dim
-            found.update({} if name == "gemma3" else {"attn_logit_softcapping": self._get("attn_logit_softcapping")})
         if name == "gemma3":
             found["sliding_window_pattern"] = self._integer("attention.sliding_window_pattern", 6)
+        if name in ("gemma3", "cohere2"):
+            found["sliding_window"] = self._integer("attention.sliding_window")
+        if name in ("phi3", "starcoder2"):
+            found["sliding_window"] = self._get("attention.sliding_window") or None  # Phi 4 has 0
         if name == "stablelm":
             found["use_qkv_bias"] = self._has("blk.0.attn_q.bias")
             found["qk_layernorm"] = self._has("blk.0.attn_q_norm.weight")

@@ -37,6 +37,7 @@ COMMANDS = (
 )
 SOCKET_TIMEOUT_S = 2.0
 CONNECT_TIMEOUT_S = 5.0
+READ_S = 1.0  # the longest wait of a read, `prefix_directory.WAIT_MS`
 
 # Allowed after the `?` of a URL. Other options would change the answers of calls, or are unknown to redis-py.
 OPTIONS = ("db", "username", "password", "client_name", "socket_timeout", "socket_connect_timeout")
@@ -176,11 +177,13 @@ def _checked(url: str) -> dict[str, bool]:
     if parts.scheme != "unix" and parts.path.strip("/"):
         int(parts.path.strip("/"))  # redis-py would take database 0
     allowed = OPTIONS + TLS_OPTIONS * (parts.scheme == "rediss")
-    for name, _ in parse_qsl(parts.query, keep_blank_values=True):
+    for name, value in parse_qsl(parts.query, keep_blank_values=True):
         if name not in allowed and "@" in parts.query:
             raise ValueError("a password with a question mark: its rest is no option, and must not be shown")
         if name not in allowed:
             raise ConfigError(f"redis.url {redacted(url)}: unknown option {name!r}; valid are {', '.join(allowed)}")
+        if name == "socket_timeout" and not float(value) > READ_S:
+            raise ConfigError(f"redis.url {redacted(url)}: socket_timeout must be above {READ_S:g} s, got {value}")
     return {} if parts.scheme == "unix" else {"socket_keepalive": True}
 
 

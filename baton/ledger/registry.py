@@ -84,6 +84,7 @@ class _Worker(_Model):
     cpu_level: Annotated[str, Field(max_length=256)] = ""
     quantize: Annotated[str, Field(max_length=256)] = ""
     backend: Annotated[str, Field(max_length=256)] = ""
+    tokenizer: Annotated[str, Field(max_length=256)] = ""
 
 
 def worker_to_json(info: WorkerInfo) -> bytes:

@@ -167,9 +167,11 @@ def prompt_digest(ids: Sequence[int]) -> PromptDigest:
 
 def with_prompt(text: str, ids: Sequence[int]) -> str:
     """Return a receipt, as text, that also opens its prompt. Raises InvalidRequest if `ids` are another prompt."""
-    receipt = json.loads(text)
-    receipt["opening"] = {**receipt.get("opening", {}), "prompt_ids": list(ids)}
-    return parse(receipt).text()
+    receipt = parse(json.loads(text))
+    opening = (receipt.opening or Opening()).model_copy(update={"prompt_ids": list(ids)})
+    receipt = receipt.model_copy(update={"opening": opening})
+    _check_opening(receipt)
+    return receipt.text()
 
 
 def opened(ids: Sequence[int], logprobs: Sequence[float], end: float | None = None) -> OpenedChoice:

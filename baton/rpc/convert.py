@@ -351,6 +351,7 @@ def info_from_pb(message: common.WorkerInfo) -> WorkerInfo:
         cpu_level=message.cpu_level,
         quantize=message.quantize,
         backend=message.backend,
+        tokenizer=message.tokenizer,
     )
 
 

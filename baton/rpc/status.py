@@ -104,6 +104,8 @@ def from_rpc_error(error: grpc.RpcError, address: str = "", *, connected: bool =
         return lost if connected else errors.NoWorker(f"cannot reach {peer}: {text}")
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text:
         return InvalidRequest.of("request", f"too large: {text}")  # text of gRPC; a retry cannot succeed
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "metadata size exceeds" in text:
+        return InvalidRequest.of("metadata", f"too large: {text}")
     return _build(_BY_CODE.get(error.code(), errors.EngineFault), text, status)
 
 

@@ -353,4 +353,5 @@ def _info(settings: WorkerSettings, engine: Engine, incarnation: Incarnation, ad
         cpu_level=level_of(settings, engine.layout.dtype),
         quantize=weight_format(settings),
         backend=served_by(settings),
+        tokenizer=engine.tokenizer.identity(),
     )

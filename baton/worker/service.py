@@ -1,8 +1,9 @@
 """The gRPC service `Worker`, the same for both roles: one bidirectional stream per router.
 
 `WorkerService` passes the commands of a router to the role on the engine thread. A `Session` collects the events for
-one router; one message per engine step carries them. `Attempts` makes a role reject late messages of old attempts. Any
-field of a command may be wrong: `deadline_after` checks a deadline, `not_taken` builds the answer.
+one router; one message per engine step carries them, or several if they are large. `Attempts` makes a role reject late
+messages of old attempts. Any field of a command may be wrong: `deadline_after` checks a deadline, `not_taken` builds
+the answer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import structlog
 from baton.clock import Clock
 from baton.core import PROTOCOL_VERSION, HandoffId, WorkerInfo
 from baton.errors import BatonError, InvalidRequest, StaleAttempt
-from baton.rpc import convert
+from baton.rpc import convert, message_size
 from baton.rpc.status import abort
 from baton.rpc.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.worker import block_census
@@ -86,18 +87,19 @@ class Session:
         self._loop = loop
         self._load = load
         self._lock = threading.Lock()
-        self._pending: list[worker_pb2.WorkerEvent] = []
+        self._pending: list[list[worker_pb2.WorkerEvent]] = []  # one list per `emit`
+        self._ready: list[worker_pb2.WorkerMessage] = []  # the next messages; used only by `next_message`
         self._wake = asyncio.Event()
         self._closed = False
         self._finishing = False
 
     def emit(self, events: Iterable[worker_pb2.WorkerEvent]) -> None:
-        """Queue events for the next message. Events of one call are never split over two messages."""
+        """Queue events for the next message. Those of one call share a message, unless they exceed its limit."""
         with self._lock:
             if self._closed:
                 return
             idle = not self._pending
-            self._pending.extend(events)
+            self._pending.append(list(events))
         if idle:
             self._signal()
 
@@ -107,15 +109,20 @@ class Session:
 
     async def next_message(self) -> worker_pb2.WorkerMessage | None:
         """Wait for the next message to the router. Returns None once the session is closed."""
-        await self._wake.wait()
-        self._wake.clear()
-        with self._lock:
-            if self._closed or (self._finishing and not self._pending):
-                return None
-            events, self._pending = self._pending, []
-        if self._finishing:
-            self._wake.set()
-        return worker_pb2.WorkerMessage(events=events, load=self._load())
+        if not self._ready:
+            await self._wake.wait()
+            self._wake.clear()
+            with self._lock:
+                batches, self._pending = self._pending, []
+            if self._finishing:
+                self._wake.set()
+            if batches or not self._finishing:
+                self._ready = [worker_pb2.WorkerMessage(events=part) for part in message_size.within(batches)]
+        if self._closed or not self._ready:
+            return None
+        message = self._ready.pop(0)
+        message.load.CopyFrom(self._load())
+        return message
 
     def finish(self) -> None:
         """Make `next_message` return the pending events, and then None. On the asyncio thread."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import TypeAlias
 
 from router.openai.errors import Json
 from router.openai.formats.answer import ReadAnswer, reader_of, whole
-from router.openai.formats.calls import Tools
+from router.openai.formats.calls import FORMS, Tools
 from router.openai.formats.text import Arguments, Call, Part, Reasoning, Source
 from router.openai.logprobs.tokens import Scored, TokenText
 
@@ -30,6 +31,9 @@ class CompletionFormat:
         return False
 
     def read(self, index: int, text: str) -> None:
+        pass
+
+    def stopped(self, index: int, stop: str) -> None:
         pass
 
     def choice(self, index: int, text: str, scored: Sequence[Scored] | None, reason: str) -> Json:
@@ -106,6 +110,8 @@ class ChatFormat:
         self._readers: dict[int, Source] = {}  # by choice
         self._parts = defaultdict[int, list[Part]](list)  # of answers that are not streamed
         self._counts: Counter[int] = Counter()  # calls of each choice
+        self._last: dict[int, list[str]] = {}  # arguments of the last call of each choice that has calls
+        self._stops: dict[int, str] = {}  # the stop strings that ended choices
 
     def in_reasoning(self, index: int) -> bool:
         return not self._plain and self._reader(index).thinking
@@ -115,10 +121,14 @@ class ChatFormat:
         if not self._plain:
             self._parts[index] += self._reader(index).feed(text)
 
+    def stopped(self, index: int, stop: str) -> None:
+        """Note the stop string that ended a choice."""
+        self._stops[index] = stop
+
     def choice(self, index: int, text: str, scored: Sequence[Scored] | None, reason: str) -> Json:
         found = ReadAnswer(content=text)
         if not self._plain:
-            found = whole([*self._parts[index], *self._reader(index).end(cut=reason == "length")])
+            found = whole([*self._parts[index], *self._end(index, reason)])
         message: Json = {"role": "assistant", "content": found.content, "refusal": None}
         if found.reasoning:
             message |= _reasoning(found.reasoning)
@@ -126,7 +136,8 @@ class ChatFormat:
         if calls:
             shown = [self._call(call, arguments, f"{index} {at}") for at, (call, arguments) in enumerate(calls)]
             message |= {"content": found.content or None, "tool_calls": shown}
-        logprobs, finish = _chat_logprobs(scored), _reason(reason, len(calls))
+            self._last[index] = [calls[-1][1]]
+        logprobs, finish = _chat_logprobs(scored), self._reason(index, reason)
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish}
 
     def opening(self, index: int) -> Json | None:
@@ -148,8 +159,19 @@ class ChatFormat:
         [answer["prompt_logprobs"]] = prompts
 
     def ending(self, index: int, reason: str) -> list[Json]:
-        deltas = [] if self._plain else self._deltas(index, self._reader(index).end(cut=reason == "length"))
-        return [*deltas, _delta(index, {}) | {"finish_reason": _reason(reason, self._counts[index])}]
+        deltas = [] if self._plain else self._deltas(index, self._end(index, reason))
+        return [*deltas, _delta(index, {}) | {"finish_reason": self._reason(index, reason)}]
+
+    def _end(self, index: int, reason: str) -> list[Part]:
+        """Return the parts that waited. A stop string cuts a call, unless it has a mark that ends calls."""
+        stop, marks = self._stops.get(index, ""), FORMS.get(self._reading.form, FORMS["json"]).close
+        cut = bool(stop) and not any(mark in stop for mark in marks)
+        return self._reader(index).end(cut=cut or reason == "length")
+
+    def _reason(self, index: int, reason: str) -> str:
+        """Return the finish reason: not `tool_calls` if a stop string cut the last call."""
+        called = index in self._last and not (index in self._stops and not _is_json("".join(self._last[index])))
+        return "tool_calls" if called and reason == "stop" else reason
 
     def _reader(self, index: int) -> Source:
         if index not in self._readers:
@@ -179,7 +201,9 @@ class ChatFormat:
         if place and not self._reading.parallel:
             return None
         if isinstance(part, Call):
+            self._last[index] = []
             return {"tool_calls": [{"index": place, **self._call(part, "", f"{index} {place}")}]}
+        self._last[index].append(part.text)
         return {"tool_calls": [{"index": place, "function": {"arguments": part.text}}]}
 
     def _call(self, call: Call, arguments: str, place: str) -> Json:
@@ -193,8 +217,12 @@ def _reasoning(text: str) -> Json:
     return {"reasoning_content": text, "reasoning": text}  # the older and the newer name of vLLM
 
 
-def _reason(reason: str, calls: int) -> str:
-    return "tool_calls" if calls and reason == "stop" else reason
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _delta(index: int, added: Json) -> Json:

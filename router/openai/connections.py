@@ -19,6 +19,7 @@ from baton.network import open_files
 from router.openai.errors import RETRY_SOON, HttpError, Problem, http_problem
 
 _PAUSE_S = 0.1  # after a connection that could not be accepted
+_ACKED = 120  # offset in the kernel's `tcp_info`
 _SHARE = 2  # the listener may use one of so many open files
 _LATE = http_problem(HttpError(408, "request_timeout", f"headers: must arrive within {MAX_HTTP_HEADER_SECONDS} s"))
 _LARGE = http_problem(HttpError(431, "headers_too_large", f"headers: must be at most {MAX_HTTP_HEADER_BYTES} bytes"))
@@ -81,7 +82,19 @@ class BoundedProtocol(H11Protocol):
 
     def _limit_unread(self) -> None:
         if self._unread is None:
-            self._unread = self.loop.call_later(self.unread_s, self.transport.abort)
+            self._unread = self.loop.call_later(self.unread_s, self._check_unread, self._acknowledged())
+
+    def _check_unread(self, before: int) -> None:
+        self._unread = None
+        if self._acknowledged() == before:
+            self.transport.abort()
+        else:
+            self._limit_unread()
+
+    def _acknowledged(self) -> int:
+        """Return the bytes that the client has received: `tcpi_bytes_acked` of Linux. asyncio hides buffers of TLS."""
+        info = self.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKED + 8)
+        return int.from_bytes(info[_ACKED:], sys.byteorder)
 
     def _read(self) -> None:
         if self._unread is not None:

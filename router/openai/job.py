@@ -136,12 +136,13 @@ def tokenize_call(body: TokenizeBody) -> pb.TokenizeRequest:
 
 
 def _chat(body: ChatBody | TokenizeBody, tools: Sequence[Tool]) -> pb.ChatMessages:
-    messages, kwargs = body.messages or [], body.chat_template_kwargs
-    called = {call.id: call.function.name for message in messages for call in message.tool_calls or ()}
+    called, kwargs = dict[str, str](), body.chat_template_kwargs
     chat = pb.ChatMessages(
         add_generation_prompt=body.add_generation_prompt, continue_final_message=body.continue_final_message
     )
-    chat.messages.extend(_turn(message, called.get(message.tool_call_id or "")) for message in messages)
+    for message in body.messages or ():
+        called |= {call.id: call.function.name for call in message.tool_calls or ()}  # ids may come again
+        chat.messages.append(_turn(message, called.get(message.tool_call_id or "")))
     if tools:
         chat.tools = _json([_shown(tool) for tool in tools], "tools")
     if kwargs is not None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -202,7 +202,8 @@ class Answer:
                 choice.thoughts += [piece.thought] if piece.thought else []
         top = self.job.returns.vllm_top
         prompts = [] if top is None else [await prompt.vllm(top) for prompt in self._returned]
-        return await in_thread(sum(map(len, self._returned)), lambda: self._complete(prompts))
+        size = sum(map(len, self._returned)) + sum(len(choice.scored) for choice in self._choices)
+        return await in_thread(size, lambda: self._complete(prompts))
 
     def _complete(self, prompts: Sequence[object]) -> bytes:
         choices = []
@@ -221,8 +222,7 @@ class Answer:
         due = now() + keep_alive_s  # of the next comment, whatever comes from the router
         messages = self._pieces(streams, lambda: due - now())
         async for pieces in messages:
-            # Events of one message leave in one write.
-            events = b"".join(event for piece in pieces for event in self._in_turn(piece))
+            events = await in_thread(sum(len(each.scored or ()) for each in pieces), partial(self._joined, pieces))
             if events or now() >= due:
                 yield events or self._keep_alive
                 due = now() + keep_alive_s
@@ -230,6 +230,10 @@ class Answer:
             yield usage
         done = self.job.wire.done()
         yield self._numbered(-1, done) or done
+
+    def _joined(self, pieces: Sequence[_Piece]) -> bytes:
+        """Return the events of one message, which leave in one write."""
+        return b"".join(event for piece in pieces for event in self._in_turn(piece))
 
     def _in_turn(self, piece: _Piece) -> Iterator[bytes]:
         for found in [piece] if self._turns is None else self._turns.ordered(piece):
@@ -337,7 +341,9 @@ class Answer:
                 reason = "length" if event.finished.reason == common_pb2.FINISH_REASON_LENGTH else "stop"
                 choice = self._choices[index]
                 choice.reason, choice.recorded = reason, bool(choice.recorded)
-                self.job.wire.matched_stop = _stop_string(event.finished)
+                if event.finished.reason == common_pb2.FINISH_REASON_STOP_STRING:
+                    self.job.wire.matched_stop = event.finished.matched_stop
+                    self.job.format.stopped(index, event.finished.matched_stop)
                 return [*await self._end_token(index, event.finished), _Piece(index, reason=reason)]
             case "completed":
                 self._spend(event.completed.usage)
@@ -413,7 +419,7 @@ class Answer:
 
     def _receipt(self) -> Json:
         """Return the receipt of the answer, or the receipts of several prompts as a list."""
-        found = [json.loads(each) for each in self._signed if each]
+        found = [orjson.Fragment(each) for each in self._signed if each]
         return {"receipt": found if self._signed[1:] else found[0]} if found else {}
 
     def _so_far(self, index: int) -> Json | None:
@@ -435,10 +441,6 @@ class Answer:
         if len(fingerprints) == 1 and all(fingerprints):
             found["system_fingerprint"] = fingerprints.pop()
         return found
-
-
-def _stop_string(finished: pb.Finished) -> str:
-    return finished.matched_stop if finished.reason == common_pb2.FINISH_REASON_STOP_STRING else ""
 
 
 def _counted(prompt: int, completion: int) -> Json:

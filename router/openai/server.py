@@ -169,7 +169,7 @@ class Gateway:
             self._waiting.check()  # before the body costs anything
             body = await self._read(request, CompletionBody)
             with self._waiting.entered() as leave:
-                name = body.model or (await self._served.get(_metadata(request))).id
+                name = body.model or (await self._served.get(self._metadata(request))).id
                 return self._answering(request, completion_job(body), name, measured, leave)
 
     async def chat(self, request: Request) -> Response:
@@ -182,7 +182,7 @@ class Gateway:
             self._waiting.check()
             body = await self._read(request, kind)
             with self._waiting.entered() as leave:
-                served = await self._served.get(_metadata(request))
+                served = await self._served.get(self._metadata(request))
                 job = job_of(body, served.tool_form, served.reasoning_form)
                 return self._answering(request, job, body.model or served.id, measured, leave)
 
@@ -203,19 +203,19 @@ class Gateway:
         self._waiting.check()
         body = await self._read(request, CountBody)
         with http_names(field_names(body)), http_names(TOKENIZED):
-            ids = await self._upstream.encode(tokenize_call(count_body(body)), _metadata(request))
+            ids = await self._upstream.encode(tokenize_call(count_body(body)), self._metadata(request))
         return _json({"input_tokens": len(ids)})
 
     async def models(self, request: Request) -> Response:
         """Return the served models, as in OpenAI's API."""
-        found = await self._upstream.models(_metadata(request))
+        found = await self._upstream.models(self._metadata(request))
         return _json(
             {"object": "list", "data": [self._model(each, name) for each in found for name in (each.id, *each.aliases)]}
         )
 
     async def model(self, request: Request) -> Response:
         """Return one model."""
-        found, name = await self._upstream.models(_metadata(request)), request.path_params["name"]
+        found, name = await self._upstream.models(self._metadata(request)), request.path_params["name"]
         for each in found:
             if name in {each.id, *each.aliases}:
                 return _json(self._model(each, name))
@@ -225,7 +225,7 @@ class Gateway:
     async def tokenize(self, request: Request) -> Response:
         """Return the token ids of a text or a chat, as vLLM does."""
         self._waiting.check()
-        body, metadata = await self._read(request, TokenizeBody), _metadata(request)
+        body, metadata = await self._read(request, TokenizeBody), self._metadata(request)
         served = await self._served.get(metadata)
         with http_names(TOKENIZED):
             ids = await self._upstream.encode(tokenize_call(body), metadata)
@@ -239,7 +239,7 @@ class Gateway:
         body = await self._read(request, DetokenizeBody)
         call = pb.DetokenizeRequest(model=body.model or "", ids=body.tokens)
         with http_names(TOKENIZED):
-            reply = await self._upstream.detokenize(call, _metadata(request))
+            reply = await self._upstream.detokenize(call, self._metadata(request))
         return _json({"prompt": reply.text})
 
     async def health(self, request: Request) -> Response:
@@ -274,10 +274,18 @@ class Gateway:
         settings = self._settings
         return await read_body(request, kind, settings.max_body, ignores_unknown=settings.ignores_unknown)
 
+    def _metadata(self, request: Request) -> Metadata:
+        """Return the trace, and the credential unless the router in this process has no tokens."""
+        traceparents, settings = request.headers.getlist(TRACEPARENT), self._settings
+        key = request.headers.get("x-api-key")  # of Anthropic's clients
+        authorization = request.headers.get("authorization") or (f"Bearer {key}" if key else None)
+        needed = settings.live is None or settings.names is None
+        return metadata_of(authorization if needed else None, traceparents[0] if len(traceparents) == 1 else None)
+
     def _answering(
         self, request: Request, job: Job, model: str, measured: RequestMetrics, leave: Callable[[], None]
     ) -> Response:
-        metadata, given = _metadata(request), request.headers.getlist(LAST_EVENT_ID)
+        metadata, given = self._metadata(request), request.headers.getlist(LAST_EVENT_ID)
         after = event_id(job, ",".join(given)) if given else None
         ids = after is not None or EVENTS in request.headers.get("accept", "").lower()
         answer = Answer(job, self._texts, metadata, measured, model=model, after=after, ids=ids)
@@ -289,13 +297,6 @@ class Gateway:
         known = {"id": name, "object": "model", "created": self._started, "owned_by": "baton"}
         defaults = MessageToDict(model.defaults, preserving_proto_field_name=True)
         return known | {"max_model_len": model.max_model_len, "generation_defaults": defaults}
-
-
-def _metadata(request: Request) -> Metadata:
-    traceparents = request.headers.getlist(TRACEPARENT)
-    key = request.headers.get("x-api-key")  # of Anthropic's clients
-    authorization = request.headers.get("authorization") or (f"Bearer {key}" if key else None)
-    return metadata_of(authorization, traceparents[0] if len(traceparents) == 1 else None)
 
 
 def _json(value: Json) -> Response:

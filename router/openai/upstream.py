@@ -27,6 +27,7 @@ from baton.errors import (
     Violation,
     for_client,
 )
+from baton.limits import MAX_TOKEN_CHARS
 from baton.rpc.channel import PLAINTEXT, Wire
 from baton.rpc.status import from_rpc_error, request_id_of
 from baton.rpc.v1 import common_pb2, inference_pb2_grpc
@@ -44,6 +45,7 @@ _KEPT_ID = (
     f"no worker keeps this stream; allowed is an id of a stream whose router was lost in the last {RESUMABLE_S:.0f} s, "
     "with the same body and API key"
 )
+_CREDENTIAL = 4 * MAX_TOKEN_CHARS  # gRPC rejects metadata of more than 8 KiB, but not always
 _SERVICE = "baton.v1.Inference"
 _SHOWN = 128  # characters of a wrong id
 PEER = "the router"
@@ -68,6 +70,8 @@ def metadata_of(authorization: str | None, traceparent: str | None = None) -> Me
         return trace
     if not (authorization.isascii() and authorization.isprintable()):
         raise Unauthenticated("authorization: the header must be printable ASCII")
+    if len(authorization) > _CREDENTIAL:
+        raise Unauthenticated(f"authorization: at most {_CREDENTIAL} characters, got {len(authorization)}")
     return (("authorization", authorization), *trace)
 
 

@@ -347,13 +347,15 @@ def _loads(text: str) -> object:
 
 
 def _sources(folder: Path, config: dict[str, object]) -> dict[str, str]:
-    """Return the text of each template by name. Own files have precedence over tokenizer_config.json, all of it."""
+    """Return the text of each template by name. Own files have precedence over tokenizer_config.json, all of it, and
+    that over chat_template.json, the file of a processor.
+    """
     files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (single := folder / "chat_template.jinja").is_file():
         files["default"] = single
     if files:
         return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
-    entry = config.get("chat_template")
+    entry = config.get("chat_template") or _read_object(folder / "chat_template.json").get("chat_template")
     if entry is None or isinstance(entry, str):
         return {"default": entry} if entry else {}
     try:

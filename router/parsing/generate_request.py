@@ -318,7 +318,9 @@ def _constraint(message: pb.GenerateRequest, violations: list[Violation]) -> Con
 def _against_constraint(sampling: common_pb2.Sampling) -> list[Violation]:
     fields = {"sampling.min_tokens": sampling.min_tokens, "sampling.ignore_eos": sampling.ignore_eos}
     text = "cannot be used with a constraint, which decides where an answer ends"
-    return [Violation(field, text) for field, value in fields.items() if value]
+    words = "cannot be used with a constraint, which may allow no other token"
+    found = [Violation(field, text) for field, value in fields.items() if value]
+    return found + [Violation("sampling.bad_words", words)] * bool(sampling.bad_words)
 
 
 def _violations(message: pb.GenerateRequest) -> Iterator[Violation]:

@@ -54,7 +54,8 @@ _NEW = 0.05  # weight of a new prompt in the mean
 class PoolOptions:
     """How a pool places requests. `local_prefill` lets decode workers compute prompts where that is faster; `colocated`
     lets them compute all, without prefill workers. `alone` is the policy for that. A step of a decode worker has at
-    most `chunk` tokens and `rows` requests. `on_predicted` gets the error of each TTFT prediction in seconds.
+    most `chunk` tokens and `rows` requests. `on_predicted` gets the error of each TTFT prediction in seconds. Workers
+    with another `tokenizer` (`Tokenizer.identity`) get no requests.
     """
 
     alone: AlonePolicy = local_prefill
@@ -64,6 +65,7 @@ class PoolOptions:
     slo_itl_s: float = math.inf
     rows: float = math.inf
     on_predicted: Callable[[float], None] = lambda off_s: None
+    tokenizer: str = ""
 
 
 class TypicalRequest:
@@ -275,28 +277,28 @@ class WorkerPool:
 
     def nondeterminism(self) -> str:
         """Return why no known worker takes deterministic requests. "" if one does, or if none is known."""
-        infos = [link.info for link in self._links.values() if not link.retired]
+        infos = [link.info for link in self._own() if not link.retired]
         if any(info.determinism for info in infos):
             return ""
         return "; ".join(dict.fromkeys(info.nondeterminism or "no reason reported" for info in infos))
 
     def max_model_len(self) -> int | None:
         """Return the smallest maximum length of the workers, or None while no worker is known."""
-        return min((link.info.max_model_len for link in self._links.values()), default=None)
+        return min((link.info.max_model_len for link in self._own()), default=None)
 
     async def length_for(self, request: pb.GenerateRequest, within_s: float, at_once: int) -> int | None:
         """Return `max_model_len`. A chat whose answer may have the rest of the context waits until a worker is known,
         at most `within_s` and `at_once` of them together. Others never wait. Raises NoWorker, Overloaded.
         """
         takes_rest = request.HasField("chat") and not request.sampling.HasField("max_tokens")
-        if self._links or not takes_rest or request.HasField("ttft_ms") or request.HasField("itl_ms"):
+        if self._own() or not takes_rest or request.HasField("ttft_ms") or request.HasField("itl_ms"):
             return self.max_model_len()
         if self._awaited >= at_once:
             raise Overloaded(f"{at_once} chats wait already for the first worker, no more are accepted", within_s)
         self._awaited += 1
         try:
             async with asyncio.timeout(within_s):
-                while not self._links:  # noqa: ASYNC110 (the router has nothing else to do)
+                while not self._own():  # noqa: ASYNC110 (the router has nothing else to do)
                     await asyncio.sleep(_LOOK_S)
         except TimeoutError:
             raise NoWorker(f"waited {within_s:g} s: no worker is known, whose context limits this answer") from None
@@ -306,7 +308,7 @@ class WorkerPool:
 
     def thinking_chunk(self) -> int | None:
         """Return the smallest chunk size for thoughts; 0 if a model does not think, None while no worker is known."""
-        return min((link.info.thinking_chunk for link in self._links.values() if not link.retired), default=None)
+        return min((link.info.thinking_chunk for link in self._own() if not link.retired), default=None)
 
     def blocks(self) -> dict[Role, list[BlockCounts]]:
         return {role: [link.view.load.blocks for link in self.connected if link.info.role is role] for role in Role}
@@ -322,13 +324,17 @@ class WorkerPool:
         return [(info.ref.worker_id, info.metrics) for info in infos if info.metrics]
 
     def misfit(self, link: WorkerStream) -> str:
-        """Return why a worker is compatible with none of the others. "" if it is with one, or is alone."""
+        """Return why a worker gets no requests of this router, or hands over to no other one. "" if it does, or may."""
+        if link.foreign:
+            return f"its tokenizer is not that of this router's model: it serves {link.info.model}"
         return misfit(link.info, [other.info for other in self._links.values() if other.usable])
 
     def note(self, link: WorkerStream) -> str:
+        reason = self.misfit(link)
+        if link.foreign:
+            return reason
         if link.info.role is Role.DECODE and not (self._options.colocated or self._usable(Role.PREFILL)):
             return "no prefill worker takes requests: it computes prompts itself"
-        reason = self.misfit(link)
         return f"is compatible with no other worker: {reason}" if reason else ""
 
     def can_hand_over(self, keep: WorkerStream, requirements: Requirements) -> bool:
@@ -342,6 +348,9 @@ class WorkerPool:
     def _usable(self, role: Role, requirements: Requirements = NO_REQUIREMENTS) -> list[WorkerStream]:
         links = self._links.values()
         return [link for link in links if link.info.role is role and link.usable and requirements.accepts(link.info)]
+
+    def _own(self) -> list[WorkerStream]:
+        return [link for link in self._links.values() if not link.foreign]
 
     async def _run(self) -> None:
         while True:
@@ -365,11 +374,13 @@ class WorkerPool:
                 self._add(link)
                 if reason := self.misfit(link):
                     log.warning("worker_does_not_fit", worker=info.ref, reason=reason)
-        self._even = len({link.info.max_model_len for link in self._links.values()}) < 2
+        self._even = len({link.info.max_model_len for link in self._own()}) < 2
         for ref, link in list(self._links.items()):
             await self._check(ref, link, now - self._seen[ref])
 
     def _add(self, link: WorkerStream) -> None:
+        ours, theirs = self._options.tokenizer, link.info.tokenizer
+        link.foreign = bool(ours and theirs) and ours != theirs
         self._links[link.info.ref] = link
         self._fleet.add(link)
 

@@ -2,16 +2,12 @@
 
 The reader puts each event into the mailbox of its handoff and never waits for a request. The end of a stream means that
 the worker is lost: its requests are notified, and the stream reconnects until it is stopped.
-
-`WakeupBatcher` saves messages to clients. While the event loop is busy more than half of the time, requests are woken
-in rounds of at most `LONGEST_S`, and a round's tokens leave in one message. First tokens, ends and failures never wait.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -22,64 +18,19 @@ from grpc import aio
 
 from baton.core import PROTOCOL_VERSION, HandoffId, Role, WorkerInfo
 from baton.errors import BatonError, EngineFault, InvalidRequest, WorkerLost
-from baton.rpc import convert
+from baton.rpc import convert, message_size
 from baton.rpc.channel import Wire, aio_channel
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.rpc.v1.worker_pb2_grpc import WorkerStub
 from router.placement.snapshot import WorkerView
 from router.workers.silence import silence
-
-BUSY = 0.5  # share of the time
-SHORTEST_S, LONGEST_S = 0.001, 0.02
-_MEASURE_S = 0.05  # minimum interval for measuring processor use
-
-
-class WakeupBatcher:
-    """The rounds of one stream, on the thread of `loop`. `cpu` returns that thread's processor time in seconds."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, cpu: Callable[[], float] = time.thread_time) -> None:
-        self.length_s = 0.0
-        self._cpu = cpu
-        self._loop = loop
-        self._held: dict[EventMailbox, None] = {}
-        self._measured = loop.time(), cpu()
-        self._end = 0.0
-
-    def holds(self) -> bool:
-        """Return whether tokens that come now must wait for the end of the round (`later`). If not, a round begins."""
-        now = self._loop.time()
-        self._measure(now)
-        if now < self._end:
-            return True
-        self._end = now + self.length_s
-        return False
-
-    def later(self, mailbox: EventMailbox) -> None:
-        """Wake the mailbox's reader at the end of this round."""
-        if not self._held:
-            self._loop.call_at(self._end, self._wake)
-        self._held[mailbox] = None
-
-    def _wake(self) -> None:
-        self._end = self._loop.time() + self.length_s
-        held, self._held = self._held, {}
-        for mailbox in held:
-            mailbox.wake()
-
-    def _measure(self, now: float) -> None:
-        then, used = self._measured
-        if now - then < _MEASURE_S:
-            return
-        self._measured = now, self._cpu()
-        length_s = max(self.length_s, SHORTEST_S) * (self._measured[1] - used) / (now - then) / BUSY
-        self.length_s = min(length_s, LONGEST_S) if length_s > SHORTEST_S else 0.0
-
+from router.workers.wakeup_batcher import WakeupBatcher
 
 log = structlog.get_logger(__name__)
 
 _Call = aio.StreamStreamCall[pb.RouterMessage, pb.WorkerMessage]
-_MOST_LATE = 1024  # ended attempts with an outstanding report
+_MOST_LATE = 1024  # ended attempts with an outstanding report, or with a Release for the next connect
 _LAST = ("pushed", "failed", "refused", "finish")  # the last event of a handoff from a prefill worker
 _BACKOFF_S = (0.1, 3.0)  # first and longest pause between connects, with jitter
 Item = pb.WorkerEvent | BatonError  # an event of a worker, or the error that ended its stream
@@ -147,6 +98,7 @@ class WorkerStream:
         self.view = WorkerView(info)
         self.state = "connecting"  # connecting | connected | lost
         self.retired = False  # no longer in the ledger: takes no new requests
+        self.foreign = False  # of a model with other tokens: takes no requests
         self.settled = asyncio.Event()  # set after the first connect or failure
         self._router_id, self._silence_s = router_id, silence_s
         self._on_change, self._wire = on_change, wire
@@ -167,7 +119,7 @@ class WorkerStream:
 
     @property
     def usable(self) -> bool:
-        return self.state == "connected" and not self.retired and not self.view.load.draining
+        return self.state == "connected" and not (self.retired or self.foreign or self.view.load.draining)
 
     async def stop(self) -> None:
         """Close the stream. Its requests get WorkerLost."""
@@ -192,9 +144,10 @@ class WorkerStream:
 
     def send(self, **command: Message) -> None:
         """Queue a command, named by its field in `RouterCommand`. Those queued before the next write share a message.
-        Dropped while not connected, because a worker aborts all requests of a router whose stream ends.
+        While not connected, only a Release is kept: a worker aborts all requests of a router whose stream ends, except
+        those that can be resumed.
         """
-        if self.state == "connected":
+        if self.state == "connected" or "release" in command:
             self._commands.append(pb.RouterCommand(**command))  # type: ignore[arg-type]
             self._wake.set()
 
@@ -224,7 +177,8 @@ class WorkerStream:
         wire = self._wire
         async with aio_channel(self.info.ref.address, credentials=wire.credentials, name=wire.name) as channel:
             call: _Call = WorkerStub(channel).Connect()
-            self._commands, self._wake, self._report, self._fault = [], asyncio.Event(), None, None
+            releases = [command for command in self._commands if command.HasField("release")]
+            self._commands, self._report, self._fault = releases[-_MOST_LATE:], None, None
             worker = convert.incarnation_to_pb(self.info.ref.incarnation)
             hello = pb.RouterHello(router_id=self._router_id, protocol_version=PROTOCOL_VERSION, worker=worker)
             await call.write(pb.RouterMessage(commands=[pb.RouterCommand(hello=hello)]))
@@ -255,7 +209,8 @@ class WorkerStream:
                 await self._wake.wait()
                 self._wake.clear()
                 commands, self._commands = self._commands, []
-                await call.write(pb.RouterMessage(commands=commands))
+                for part in message_size.within([command] for command in commands):
+                    await call.write(pb.RouterMessage(commands=part))
         except (aio.AioRpcError, asyncio.InvalidStateError):
             pass  # the reader gets the reason
         finally:

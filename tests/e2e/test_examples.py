@@ -11,7 +11,7 @@ import typer
 
 from baton.cli.app import app
 from baton.cli.exit_codes import exit_code
-from baton.errors import Cancelled, ConfigError
+from baton.errors import Cancelled
 from tests.support.cluster_process import ROOT
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
@@ -49,10 +49,10 @@ def test_each_file_is_listed_and_run_or_compiled():
     compile((EXAMPLES / "langchain_chat.py").read_text(), "langchain_chat.py", "exec")
 
 
-def test_the_unit_names_commands_that_exist_and_stops_at_a_wrong_file():
+def test_the_unit_names_commands_that_exist_and_starts_again_after_any_error():
     unit = (EXAMPLES / "systemd/baton.service").read_text()
     commands = re.findall(r"^Exec\w+=/opt/baton/bin/baton (.*)$", unit, re.MULTILINE)
-    assert len(commands) == 1  # RestartPreventExitStatus counts no ExecStartPre
+    assert commands
     for line in commands:
         command: Any = typer.main.get_command(app)
         for word in (words := shlex.split(line)):
@@ -61,5 +61,6 @@ def test_the_unit_names_commands_that_exist_and_stops_at_a_wrong_file():
             command, words = command.commands[word], words[1:]
         with command.make_context("baton", words):
             pass
-    assert f"RestartPreventExitStatus={exit_code(ConfigError())}\n" in unit
+    assert "\nRestart=on-failure\n" in unit
+    assert "RestartPreventExitStatus" not in unit  # a Hub without a network and a wrong file have the same exit code
     assert f"SuccessExitStatus={exit_code(Cancelled())}\n" in unit

@@ -203,6 +203,13 @@ def test_tls_and_tokens(rendered: Rendered, tmp_path):
     assert {port["appProtocol"] for port in ports if port["name"] == "grpc"} == {"https"}
 
 
+@pytest.mark.parametrize("transport", ["auto", "nccl"])
+def test_a_secured_release_may_send_kv_in_the_clear(helm: Helm, tmp_path, transport: str):
+    sets = ["security.allowPlainKv=true", f"config.transfer.transport={transport}"]
+    config = load(helm.render(CHART / "ci/tls-tokens-values.yaml", sets=sets), tmp_path)
+    assert (config.transfer.transport, config.kv_is_encrypted) == (transport, False)
+
+
 def test_external_redis(rendered: Rendered, tmp_path):
     documents = rendered["external-redis-tls"]
     expected = f"rediss://baton:{PASSWORD}@redis.example:6380/2?ssl_ca_certs=/etc/baton-redis/ca.crt"

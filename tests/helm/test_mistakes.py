@@ -50,6 +50,8 @@ ALONE = {  # each in its own values, because they contradict each other
     "decode.autoscale.enabled=true,decode.replicas=9": "decode.replicas: must be from decode.autoscale.min (1) to",
     "security.allowInsecure=false,security.tls.existingSecret=a,security.tokens.existingSecret=b,"
     "ray.auth.mode=disabled,network.policy.enabled=false": "ray.auth.mode: must be token, or network.policy.enabled",
+    "security.allowInsecure=false,security.tls.existingSecret=a,security.tokens.existingSecret=b,"
+    "config.transfer.transport=nccl": "config.transfer.transport: nccl sends KV without encryption, but certificates",
     "ray.autoscaling.enabled=true": "ray.autoscaling.enabled: requires prefill.autoscale.enabled",
 }
 Documents = list[dict[str, Any]]

@@ -36,6 +36,10 @@ def text_of(count):
     return "".join(f"<{index}>" for index in range(count)) + "!"
 
 
+async def test_without_tokens_a_long_credential_has_no_effect(gateway):
+    assert (await gateway.raw("GET", "/v1/models", authorization="Bearer " + "k" * 8192))[0] == 200
+
+
 @pytest.fixture
 def held(cluster):
     """An event that lets decode workers send their second token."""

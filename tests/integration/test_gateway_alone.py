@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import re
+import threading
 from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from baton.errors import InvalidRequest, Overloaded
 from baton.metrics import Metrics
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
+from router.openai import choices
 from router.openai.connections import BoundedProtocol
 from router.openai.responses import EVENTS
 from router.openai.upstream import Upstream, _Received
@@ -268,6 +270,22 @@ async def test_completion_logprobs(gateway, streamed):
     assert pieces[0].top_logprobs[0] == {" dog": -0.5, "cat": -1.5}
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_many_logprobs_are_written_in_a_thread(gateway, monkeypatch, streamed):
+    """Otherwise all other requests wait."""
+    threads, write = [], choices._text_logprobs
+
+    def written(found):
+        threads.append(threading.current_thread())
+        return write(found)
+
+    monkeypatch.setattr(choices, "_text_logprobs", written)
+    monkeypatch.setattr("router.openai.logprobs.tokens._THREAD_TOKENS", 0)
+    await (gateway.streamed("complete", logprobs=2) if streamed else gateway.complete(logprobs=2))
+    assert threads
+    assert threading.current_thread() not in threads
+
+
 async def test_tokens_without_text_have_no_bytes(gateway):
     """A model may have more logits than its tokenizer has tokens. Others are a part of a character."""
     entry = common_pb2.TokenLogprobs(logprob=-1, top=[common_pb2.TopLogprob(token_id=i, logprob=-i) for i in (3, 9, 2)])
@@ -507,8 +525,10 @@ async def test_the_credential_is_passed_on_if_a_header_can_carry_it(gateway):
         gateway.fake.metadata = {}
         await asked
         assert gateway.fake.metadata["authorization"] == "Bearer k"
-    status, headers, error = await failed_raw(gateway, "GET", "/v1/models", authorization="Bearer \xfc")
-    assert (status, headers["www-authenticate"], error["code"]) == (401, "Bearer", "invalid_api_key")
+    for key, words in ("\xfc", "must be printable ASCII"), ("k" * 4090, "at most 4096 characters, got 4097"):
+        status, headers, error = await failed_raw(gateway, "GET", "/v1/models", authorization=f"Bearer {key}")
+        assert (status, headers["www-authenticate"], error["code"]) == (401, "Bearer", "invalid_api_key")
+        assert words in error["message"]
 
 
 async def failed_raw(gateway, *args, **headers):

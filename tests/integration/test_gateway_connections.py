@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import socket
 import ssl
 from contextlib import suppress
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import uvloop
@@ -42,6 +44,25 @@ async def test_an_answer_that_is_not_read_ends_its_connection(monkeypatch):
                 got += len(more)
         assert got < size
         writer.close()
+
+
+def test_a_slow_reader_keeps_its_connection_and_one_that_reads_nothing_does_not():
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as client:
+        own, timers = listener.accept()[0], []
+        http = BoundedProtocol.__new__(BoundedProtocol)
+        http.flow, http.transport = Mock(), Mock(get_extra_info=lambda name: own)
+        http.loop = Mock()
+        http.loop.call_later.side_effect = lambda _, run, *args: timers.append(partial(run, *args))
+        http.pause_writing()
+        for _ in range(3):
+            own.sendall(b"part")
+            client.sendall(client.recv(4))
+            own.recv(4)  # has the acknowledgement of the part
+            timers.pop()()
+            assert not http.transport.abort.called
+        timers.pop()()
+        assert (http.transport.abort.call_count, timers) == (1, [])
+        own.close()
 
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])

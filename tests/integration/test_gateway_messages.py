@@ -10,7 +10,7 @@ from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from router.openai.messages_api.chat import field_names
 from router.openai.messages_api.schema import MessagesBody
-from tests.integration.gateway_support import LENGTH, spoken, tokens
+from tests.integration.gateway_support import LENGTH, completed, spoken, tokens
 from tests.integration.test_gateway_tools import CALL
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -19,6 +19,7 @@ ASK: dict[str, Any] = {"model": "org/tiny", "max_tokens": 20, "messages": [{"rol
 SAID = f"<think>hm</think>Let me.\n<tool_call>{CALL}</tool_call>"
 ACCEPTED = {"accepted": pb.Accepted(prompt_tokens=3)}
 USE = {"type": "tool_use", "name": "weather", "input": {"city": "Köln"}}
+STOPPED = {"finished": pb.Finished(reason=common_pb2.FINISH_REASON_STOP_STRING, matched_stop="!")}
 RESULT = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "rain"}]}
 
 
@@ -96,9 +97,9 @@ async def test_thoughts_text_and_calls(gateway, size):
     [
         (spoken("Hi"), "end_turn", None),
         (spoken("Hi", LENGTH), "max_tokens", None),
-        ([tokens(0, 0, [1], "Hi"), {"finished": pb.Finished(
-            reason=common_pb2.FINISH_REASON_STOP_STRING, matched_stop="!")}, *spoken("")[1:]], "stop_sequence", "!"),
+        ([tokens(0, 0, [1], "Hi"), STOPPED, completed()], "stop_sequence", "!"),
         (spoken(f"<tool_call>{CALL[:-4]}", LENGTH), "max_tokens", None),
+        ([*spoken(f"<tool_call>{CALL[:-4]}")[:-2], STOPPED, completed()], "stop_sequence", "!"),
     ],
 )  # fmt: skip
 async def test_why_an_answer_ended(gateway, steps, reason, stop):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from grpc import aio
@@ -170,6 +171,13 @@ async def test_a_worker_without_a_lease_gets_nothing_new_but_finishes_what_it_ha
     assert len(ids_of(await cluster.generate())) == 8
 
 
+async def test_new_requests_are_served_while_the_ledger_is_away(cluster, monkeypatch):
+    source = AsyncMock(side_effect=errors.LedgerError("away"))
+    monkeypatch.setattr(cluster.router.context.pool, "_source", source)
+    await until(lambda: source.await_count > 1, "two failed looks")
+    assert len(ids_of(await cluster.generate())) == 8
+
+
 async def test_a_worker_that_says_nothing_is_lost(make):
     cluster = await make(worker_silence_s=scaled(0.5))
     call = await at(cluster, "decoding")
@@ -198,6 +206,40 @@ async def test_a_link_outlives_a_writer_that_breaks(cluster):
         await until(lambda: link.state == "lost", "noticed")  # noqa: B023
     await until(cluster.router.context.pool.has_pair, "connected again")
     assert len(ids_of(await cluster.generate())) == 8
+
+
+async def test_releases_wait_until_the_worker_is_connected_again(cluster, monkeypatch):
+    """A message has at most MESSAGE_BYTES. Other commands are dropped, and so are the oldest releases of too many."""
+    decode, link, info = cluster.decode[0], cluster.links[1], cluster.decode[0].info
+    names = [convert.handoff_to_pb(HandoffId("r", attempt)) for attempt in range(1, 7)]
+    release = worker_pb2.RouterCommand(release=worker_pb2.Release(handoff=names[0]))
+    monkeypatch.setattr("baton.rpc.message_size.MESSAGE_BYTES", 2 * release.ByteSize())
+    monkeypatch.setattr("router.workers.stream._MOST_LATE", 5)
+    heard: list[list[int]] = []
+
+    async def read(messages: Any) -> None:
+        async for message in messages:
+            heard.append([command.release.handoff.attempt for command in message.commands])
+
+    decode.info, decode._read = cluster.prefill[0].info, read  # the router accepts no welcome of another worker
+    decode._queue.put_nowait(None)
+    await until(lambda: link.state == "lost", "cut off")
+    for name in names:
+        link.send(fence=worker_pb2.Fence(handoff=name))
+        link.send(release=worker_pb2.Release(handoff=name))
+    decode.info = info
+    await until(lambda: [6] in heard, "connected again")
+    assert [attempts for attempts in heard if attempts != [0]] == [[2, 3], [4, 5], [6]], "[0] is the hello"
+
+
+async def test_a_request_releases_its_old_attempt_before_it_reserves_again(cluster):
+    call = await at(cluster, "decoding")
+    cluster.decode[0]._queue.put_nowait(None)
+    await until(lambda: cluster.decode[0].count("reserve") == 2, "the next attempt")
+    cluster.decode[0].open("decode")
+    assert len(ids_of(await cluster.answer(call))) == 8
+    kinds = [(kind, handoff.attempt) for kind, handoff in cluster.decode[0].commands]
+    assert kinds == [("reserve", 1), ("release", 1), ("reserve", 2)]
 
 
 async def talk(workers: list[FakeWorker]) -> None:

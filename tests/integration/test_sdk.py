@@ -293,6 +293,50 @@ async def test_a_stream_that_is_closed_between_two_tries_is_not_sent_again(world
     assert len(world.server.requests) == 1
 
 
+@pytest.mark.parametrize("world", ["async"], indirect=True)
+async def test_a_second_reader_during_a_wait_sends_nothing(world: World):
+    world.server.scripts = [fail(NoWorker("none")), answer]
+    go, waits = asyncio.Event(), list[float]()
+
+    async def wait(seconds: float) -> None:
+        waits.append(seconds)
+        await go.wait()
+
+    async with world.client() as client, client.stream("x") as stream:
+        client.client._sleep = wait
+        readers = [asyncio.create_task(anext(stream))]
+        await until(lambda: len(waits) == 1, "it waits")
+        readers.append(asyncio.create_task(anext(stream)))
+        await until(lambda: len(waits) == 2, "both wait")
+        go.set()
+        first, second = await soon(asyncio.gather(*readers, return_exceptions=True))
+        assert (first.text, type(second)) == (" can", RuntimeError)
+    assert len(world.server.requests) == 2
+
+
+@pytest.mark.parametrize("world", ["sync"], indirect=True)
+async def test_a_client_that_another_thread_closes_ends_calls_with_cancelled(world: World):
+    async with world.client() as client:
+        stubs, given = client.client._stubs, client.client._stubs.of
+
+        def of(target: str) -> Any:
+            stub = given(target)
+            stubs.close()  # as another thread, right before the call
+            return stub
+
+        stubs.of = of
+        for call in (("generate", "x"), ("tokenize", "x")):
+            stubs._closed, stubs._made = False, {}
+            with pytest.raises(errors.Cancelled, match="the client was closed"):
+                await soon(client(*call))
+
+
+async def test_the_longest_timeout_ends_no_call(world: World):
+    async with world.client(timeout=1e9) as client:
+        assert (await soon(client("generate", "x", timeout=float("inf")))).text == " can vary widely"
+        assert await soon(client("tokenize", "a")) == [97]
+
+
 async def test_the_deadline_ends_a_stream(world: World):
     world.server.scripts = [begin_and_hang]
     async with world.client(timeout=60) as client:
@@ -314,6 +358,8 @@ async def test_unary_methods_and_that_they_retry_too(world: World):
         assert await soon(client("models")) == [baton.client.Model("m", 64, 256, aliases=("n",), defaults={"top_k": 3})]
         assert await soon(client("cancel", "r1")) is True
         assert await soon(client("cancel", "r2")) is False
+        with pytest.raises(InvalidRequest, match="request_id"):
+            await soon(client("cancel", 5))
         assert await soon(client("tokenize", "flaky")) == list(b"flaky")
     assert world.waits == [0.125, 0.25]
 

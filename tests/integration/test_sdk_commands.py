@@ -15,6 +15,7 @@ import pytest
 
 from baton import errors
 from baton.cli.exit_codes import exit_code
+from baton.cli.requests.chat import Terminal
 from baton.rpc.channel import Wire
 from tests.support.clients import Talking, run, serving, soon
 from tests.support.time_factor import scaled
@@ -81,6 +82,13 @@ async def test_what_is_no_text_is_refused_by_name(server: Talking):
     done = await run("chat", "--target", server.address, text=b"a\xff\n")
     assert isinstance(done.exception, errors.InvalidRequest)
     assert server.requests == []
+
+
+def test_a_terminal_shows_the_exact_text(capsys: pytest.CaptureFixture[str]):
+    screen = Terminal()
+    screen.write(":100:\t[b]x")
+    screen.note(":100:")
+    assert capsys.readouterr().out == ":100:\t[b]x:100:\n"
 
 
 async def chatting(address: str, **streams: Any) -> asyncio.subprocess.Process:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from baton import core, errors
-from baton.errors import BatonError, NoWorker, WorkerLost
+from baton.errors import BatonError, NoWorker, Overloaded, WorkerLost
 from baton.rpc import convert
 from baton.rpc.status import abort
 from baton.rpc.v1 import common_pb2 as common
@@ -271,12 +271,31 @@ async def test_refusals_are_counted_anew_after_progress(world: World, server: Re
     assert (len(server.resumes), len(other.resumes)) == (2, 2)
 
 
-async def test_calls_go_to_the_next_router_too(world: World):
-    async with world.client(f"127.0.0.1:1,{world.address}") as client:
+@pytest.mark.parametrize("retries", [0, 2])
+async def test_calls_go_to_the_next_router_too(world: World, retries: int):
+    dead = ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"]
+    async with world.client(",".join([*dead, world.address]), max_retries=retries) as client:
         assert await soon(client("tokenize", "ab")) == [97, 98]
         assert await soon(client("detokenize", [97, 98])) == "ab"
         assert (await soon(client("generate", "x"))).text == TEXT
         assert await soon(client("cancel", "r1")) is True
-        with pytest.raises(NoWorker, match=r"127\.0\.0\.1:1"):
+        with pytest.raises(NoWorker, match=r"127\.0\.0\.1:3"):
             await soon(client("cancel", "r2"))
-    assert world.waits[:1] == [0.125]
+    assert world.waits == [0.0] * len(dead) + [0.125, 0.25][:retries] * (2 * len(dead)), "cancel asks each router"
+
+
+async def test_each_other_router_is_asked_once_without_a_retry(world: World):
+    await world.failing(NoWorker, r"cannot reach 127\.0\.0\.1:2", target="127.0.0.1:1,127.0.0.1:2", max_retries=0)
+    assert world.waits == [0.0]
+
+
+@pytest.mark.parametrize("error", [NoWorker("x"), WorkerLost("x"), errors.DeadlineExceeded("x"), Overloaded("x")])
+async def test_cancel_asks_all_routers(world: World, error: BatonError):
+    class Failing(Scripted):
+        async def Cancel(self, request: Any, context: Any) -> Any:
+            await abort(context, error)
+
+    async with serving(Failing()) as bad, world.client(f"{bad.address},{world.address}", max_retries=0) as client:
+        assert await soon(client("cancel", "r1")) is True
+        with pytest.raises(type(error)):
+            await soon(client("cancel", "r2"))

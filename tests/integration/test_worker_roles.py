@@ -19,11 +19,12 @@ from baton.ledger.control_state import ControlState, WorkerCommand
 from baton.ledger.ownership import OwnershipStore, RecordState
 from baton.ledger.registry import Ledger
 from baton.rpc.channel import aio_channel
+from baton.tokenizer import OracleTokenizer
 from baton.worker import engine_factory, process
 from baton.worker.process import serve
 from baton.worker.settings import of_both_roles
 from router.placement.policy import POLICIES
-from router.workers.pool import WorkerPool
+from router.workers.pool import PoolOptions, WorkerPool
 from tests.integration.gateway_support import raw
 from tests.integration.test_worker_process import LONG, SHORT, Stream, handoff_of, spec_of
 from tests.support import sessions
@@ -180,6 +181,23 @@ async def test_a_router_spares_who_drains_and_takes_who_has_turned(worker):
         await until(lambda: [worker_id for worker_id, _ in pool.loads()] == ["prefill-3"])
         assert [one.info.role for one in pool.links] == [Role.PREFILL]
         assert link not in pool.links
+    finally:
+        await pool.stop()
+
+
+@pytest.mark.parametrize(("tokenizer", "fits"), [(OracleTokenizer().identity(), True), ("of another model", False)])
+async def test_a_router_sends_nothing_to_a_worker_with_another_tokenizer(worker, tokenizer, fits):
+    """During `helm upgrade` to another model, new routers find the old workers."""
+    await worker.order(Role.DECODE)
+    await worker.ready(2)
+    options = PoolOptions(tokenizer=tokenizer)
+    policy = POLICIES["predicted"]
+    pool = WorkerPool(worker.ledger.workers, policy, "router-a", 30.0, SystemClock(), options=options)
+    await pool.start()
+    try:
+        await until(lambda: [link.state for link in pool.links] == ["connected"])
+        assert (pool.can_serve(), pool.max_model_len() is not None, pool.place(10) is not None) == (fits, fits, fits)
+        assert ("its tokenizer is not that of this router's model" in pool.note(pool.links[0])) is not fits
     finally:
         await pool.stop()
 

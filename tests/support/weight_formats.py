@@ -79,7 +79,7 @@ def awq(weight: Tensor, group: int) -> Layer:
     return {"qweight": packed[0], "qzeros": packed[1], "scales": scale.t().contiguous()}, values
 
 
-def bitsandbytes_4bit(weight: Tensor, kind: str, *, nested: bool) -> Layer:
+def bitsandbytes_4bit(weight: Tensor, kind: str, *, nested: bool, storage: torch.dtype = torch.uint8) -> Layer:
     blocks, code = weight.reshape(-1, 64), torch.tensor(CODES[kind])
     most = blocks.abs().amax(1)
     state: dict[str, Any] = {"quant_type": kind, "blocksize": 64, "dtype": "float32", "shape": list(weight.shape)}
@@ -95,7 +95,7 @@ def bitsandbytes_4bit(weight: Tensor, kind: str, *, nested: bool) -> Layer:
         state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset.item()}
     nearest = (blocks / most[:, None])[..., None].sub(code).abs().argmin(-1).to(torch.uint8)
     packed = nearest.view(-1, 2)
-    tensors["weight"] = (packed[:, :1] << 4) | packed[:, 1:]
+    tensors["weight"] = ((packed[:, :1] << 4) | packed[:, 1:]).view(-1).view(storage)[:, None]
     tensors[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(list(json.dumps(state).encode())).byte()
     return tensors, (code[nearest.long()] * most[:, None]).view_as(weight)
 

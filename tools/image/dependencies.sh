@@ -12,7 +12,7 @@ from pathlib import Path
 project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
 extras = project["optional-dependencies"]
 print(*project["dependencies"], sep="\n")
-for name in ("server", "gateway", "local", "otel", "kubernetes"):
+for name in ("server", "gateway", "local", "otel", "kubernetes", "gguf", "transformers"):
     print(*extras[name], sep="\n")
 PYTHON
 "$1/bin/pip" install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -c constraints.txt -r "$requirements"

@@ -48,7 +48,7 @@ CAPS: tuple[Cap, ...] = (
     Cap(
         "record of a stream on its decode worker",
         limits.MAX_RECORD_BYTES,
-        "bytes, about 10,000 tokens without logprobs",
+        "bytes, about 20,000 tokens without logprobs",
         "the oldest tokens are left out, and events over HTTP have no ids",
     ),
     Cap(

@@ -12,11 +12,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import psutil
 import typer
 
 from baton.cluster.gpus import ON_THIS_HOST, gpu_pools
 from baton.config import ClusterConfig
+from baton.engine.memory.host_memory import total_bytes
 from baton.model_hub import model_folder
 from baton.tokenizer import ORACLE_MODEL
 
@@ -57,7 +57,7 @@ def _measurable(config: ClusterConfig, gpus: Sequence[str]) -> Path | None:
 def _float32_fits(config: ClusterConfig, folder: Path) -> bool:
     stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     workers = config.prefill.replicas + config.decode.replicas
-    return 2 * stored * workers <= ROOM * psutil.virtual_memory().total
+    return 2 * stored * workers <= ROOM * total_bytes()
 
 
 def unstoppable(argv: Sequence[str]) -> str | None:

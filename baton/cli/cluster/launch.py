@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -218,17 +219,25 @@ def announce(state: ClusterState, config: ClusterConfig) -> None:
     typer.echo(f"  gRPC     {state.grpc}")
     typer.echo(f"  admin    {state.admin}")
     typer.echo(f"  metrics  http://{state.metrics}/metrics")
-    typer.echo(f"  HTTP     http://{state.http}/v1\n" if state.http else "")
+    security = config.security
+    http = f"{'https' if security.tls else 'http'}://{state.http}/v1"
+    typer.echo(f"  HTTP     {http}\n" if state.http else "")
     typer.echo(f"  curl -s http://{state.metrics}/metrics | grep baton_")
     if state.http:
         body = '{"prompt": "The color of dog", "max_tokens": 8, "temperature": 0}'
-        typer.echo(f"  curl -s http://{state.http}/v1/completions -H 'content-type: application/json' -d '{body}'")
+        secured = curl_options(config, TOKEN_VARIABLE)
+        typer.echo(f"  curl -s {http}/completions{secured} -H 'content-type: application/json' -d '{body}'")
     typer.echo(f'  baton generate "The color of dog" --name {state.name} --show timings,tokens\n')
-    security = config.security
     options = f', token=os.environ["{TOKEN_VARIABLE}"]' * (security.tokens is not None)
     options += f', tls="{security.tls.ca}"' if security.tls else ""
     typer.echo(f'  from baton import Client\n  with Client("{state.grpc}"{options}) as client:')
     typer.echo('      print(client.generate("The color of dog", max_tokens=8, temperature=0).text)\n')
+
+
+def curl_options(config: ClusterConfig, variable: str) -> str:
+    """Return the options of `curl` for the certificates and tokens of HTTP; `variable` has the token."""
+    tls = f" --cacert {shlex.quote(str(config.security.tls.ca))}" if config.security.tls else ""
+    return tls + f' -H "authorization: Bearer ${variable}"' * (config.security.tokens is not None)
 
 
 def _detach(
@@ -280,7 +289,9 @@ def as_environment(sets: Sequence[str], environ: Mapping[str, str]) -> dict[str,
     given = {name: value for name, value in environ.items() if name.startswith(ENV_PREFIX)}
     for item in filter(_is_config_key, sets):
         key, _, value = item.partition("=")
-        given[ENV_PREFIX + key.strip().upper().replace(".", "__")] = value
+        name = ENV_PREFIX + key.strip().upper().replace(".", "__")
+        given = {old: text for old, text in given.items() if not old.startswith(f"{name}__")}  # the section replaces it
+        given[name] = value
     return given
 
 

@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-import psutil
 import typer
 from safetensors import SafetensorError, safe_open
 
@@ -17,13 +16,14 @@ from baton.cluster.gpus import ON_THIS_HOST, gpu_pools
 from baton.config import ClusterConfig
 from baton.config.values import HUB_PREFIX
 from baton.core import Role
+from baton.engine.memory.host_memory import total_bytes
 from baton.engine.models.fallback.choice import REFUSED, chosen_backend
 from baton.errors import CheckpointError, ConfigError
 from baton.model_hub import check_file, model_folder, other_form
 from baton.tokenizer import ORACLE_MODEL, TOKENIZERS
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-OPTIONAL = {"generation_config.json", "tokenizer_config.json", "chat_template.jinja"}
+OPTIONAL = {"generation_config.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json"}
 
 
 def check_model(config: ClusterConfig, gpus: Sequence[str]) -> None:
@@ -123,18 +123,19 @@ def _weight_files(folder: Path, found: Collection[str]) -> Sequence[str]:
 def _check_length(folder: Path, wanted: int | str) -> None:
     try:
         fields = json.loads((folder / "config.json").read_bytes())
-        known = fields.get("max_position_embeddings")
+        keys = ["max_position_embeddings"] + ["model_max_length"] * (fields.get("model_type") in ("cohere", "cohere2"))
+        known = max((fields[key] for key in keys if isinstance(fields.get(key), int)), default=None)
         scaled = fields.get("rope_scaling") or fields.get("rope_parameters")
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"model.path: {folder / 'config.json'} is not a readable JSON object: {error}") from None
     if scaled:
         return  # may extend the length; the worker applies the rules
-    if isinstance(known, int) and isinstance(wanted, int) and wanted > known:
+    if known is not None and isinstance(wanted, int) and wanted > known:
         raise ConfigError(f"model.max_model_len: must be at most {known}, the model's maximum, got {wanted}")
 
 
 def _check_memory(config: ClusterConfig, on_gpus: Collection[Role]) -> None:
-    total = psutil.virtual_memory().total
+    total = total_bytes()
     for role, pool in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode)):
         wanted = pool.kv_memory
         if role not in on_gpus and isinstance(wanted, int) and wanted * pool.replicas > total:

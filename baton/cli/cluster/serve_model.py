@@ -8,6 +8,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import typer
 
 from baton.cli.cluster import launch
 from baton.cli.options import SHIPPED
+from baton.cli.target import TOKEN_VARIABLE
 from baton.cluster.signals import Stop
 from baton.cluster.state_dir import ClusterState, StateFolder, writing
 from baton.config import ClusterConfig, load_config
@@ -61,9 +63,10 @@ def serve(options: ServeOptions, stop: Stop, *, detach: bool) -> None:
             sets += [f"security.tokens={_token_file(load_config(file, sets, os.environ).name, options.api_key)}"]
 
         def announce(state: ClusterState, config: ClusterConfig) -> None:
-            seconds, key = time.monotonic() - began, options.api_key
-            exported = key == os.environ.get(KEY_VARIABLE)
-            text = _ready(state, config, seconds, keyed=key is not None, exported=exported)
+            key = options.api_key
+            variable = TOKEN_VARIABLE if key is None else KEY_VARIABLE
+            exported = variable in os.environ and key in {None, os.environ[variable]}
+            text = _ready(state, config, time.monotonic() - began, variable, exported=exported)
             down = f"`baton down --name {state.name}`"
             typer.echo(f"{text}\n{down if detach else f'Ctrl-C or {down}'} stops it.")
 
@@ -118,7 +121,8 @@ def _listener(options: ServeOptions) -> Iterator[tuple[str, str]]:
     if options.api_key is None:
         text = "an address off the loopback needs --api-key KEY; other hosts could send requests otherwise"
         raise ConfigError(f"--host {host}: {text}")
-    typer.echo(f"warning: HTTP on {host} has no TLS, so the key crosses the network in plain text", err=True)
+    if not any(item.startswith("security.tls") for item in options.sets):
+        typer.echo(f"warning: HTTP on {host} has no TLS, so the key crosses the network in plain text", err=True)
     yield "security.allow_insecure=[router.http]", f"--host {host}"
 
 
@@ -146,24 +150,26 @@ def _by_option(text: str, spelled: dict[str, str]) -> str:
     return _PRESET_LINE.sub(lambda found: f"{_OPTIONS.get(found[1], f'--set {found[1]}=...')}: ", text)
 
 
-def _ready(state: ClusterState, config: ClusterConfig, seconds: float, *, keyed: bool, exported: bool) -> str:
-    """Return the addresses, a `curl` line and a snippet for the openai package."""
+def _ready(state: ClusterState, config: ClusterConfig, seconds: float, variable: str, *, exported: bool) -> str:
+    """Return the addresses, a `curl` line and a snippet for the openai package. `variable` has the key, if any."""
     sizes = sizes_text(config.prefill.replicas, config.decode.replicas)
     lines = [f"{config.model.name} is ready after {seconds:.1f} s: {sizes}", f"  gRPC  {from_here(state.grpc)}"]
     if not state.http:
         return "\n".join([*lines, f"  baton generate {PROMPT!r} --name {state.name}"])
-    http, chats = f"http://{from_here(state.http)}", _chats(config)
+    security, chats = config.security, _chats(config)
+    http = f"{'https' if security.tls else 'http'}://{from_here(state.http)}"
     lines += [f"  HTTP  {http}/v1", f"  page  {http}/", ""]
     asked = {"messages": [{"role": "user", "content": PROMPT}]} if chats else {"prompt": PROMPT}
     body = json.dumps({"model": config.model.name, **asked, "max_tokens": 32})
-    path, header = ("chat/completions" if chats else "completions"), f' -H "authorization: Bearer ${KEY_VARIABLE}"'
-    lines += [f"  export {KEY_VARIABLE}=...  # the key"] * (keyed and not exported)
+    path, keyed = ("chat/completions" if chats else "completions"), security.tokens is not None
+    lines += [f"  export {variable}=...  # the key"] * (keyed and not exported)
+    lines += [f"  export SSL_CERT_FILE={security.tls.ca}  # for Python"] if security.tls else []
     lines += [
-        f"  curl -s {http}/v1/{path}{header * keyed} -H 'content-type: application/json' \\",
+        f"  curl -s {http}/v1/{path}{launch.curl_options(config, variable)} -H 'content-type: application/json' \\",
         f"    -d '{body}'",
         "",
     ]
-    key = f'os.environ["{KEY_VARIABLE}"]' if keyed else '"none"'
+    key = f'os.environ["{variable}"]' if keyed else '"none"'
     method, part = ("chat.completions", "message.content") if chats else ("completions", "text")
     fields = ", ".join(f"{name}={value!r}" for name, value in json.loads(body).items())
     lines += ["  import openai, os" if keyed else "  import openai"]
@@ -176,8 +182,9 @@ def _chats(config: ClusterConfig) -> bool:
     """Return whether the model, if it is a local one, has a chat template."""
     folder = Path(config.model.path)
     folder = model_folder(folder) if folder.is_file() else folder
-    try:
-        words = json.loads((folder / "tokenizer_config.json").read_bytes())
-    except (OSError, ValueError):
-        words = {}
-    return (folder / "chat_template.jinja").exists() or (isinstance(words, dict) and bool(words.get("chat_template")))
+    found = (folder / "chat_template.jinja").exists()
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        with suppress(OSError, ValueError):
+            words = json.loads((folder / name).read_bytes())
+            found |= isinstance(words, dict) and bool(words.get("chat_template"))
+    return found

@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import chain
@@ -64,17 +65,15 @@ class Line:
 
 def parse(text: str, process: str, neighbour: float) -> Line:
     """Parse a line of Baton, Redis or Ray. Any other line gets the time `neighbour`."""
-    if text.startswith("{"):
-        try:
+    with suppress(ValueError, KeyError, TypeError, RecursionError, OverflowError):
+        if text.startswith("{"):
             event = json.loads(text)
             at = datetime.fromisoformat(event["timestamp"]).timestamp()
             return Line(at, str(event.get("process") or process), text, event)
-        except (ValueError, KeyError, TypeError):
-            pass
-    for pattern, form in OTHERS:
-        if found := pattern.fullmatch(text):
-            at = datetime.strptime(found[1], form).timestamp()  # without a time zone
-            return Line(at, process, text, {"level": MARKS[found[2]], "event": found[3]})
+        for pattern, form in OTHERS:
+            if found := pattern.fullmatch(text):
+                at = datetime.strptime(found[1], form).timestamp()  # without a time zone
+                return Line(at, process, text, {"level": MARKS[found[2]], "event": found[3]})
     return Line(neighbour, process, text)
 
 

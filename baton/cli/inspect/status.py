@@ -46,6 +46,8 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Show workers, their load and the block ledger. Set BATON_TOKEN to an admin's token if the cluster has tokens."""
+    if census and watch:
+        raise typer.BadParameter("--census: must be without --watch")
     if census:
         from baton.cli.inspect.block_census import print_census
 
@@ -76,7 +78,7 @@ def repeat(show: Callable[[], None]) -> None:
         except PERMANENT:
             raise
         except BatonError as error:  # a router that is slow, or is being replaced
-            typer.echo(str(error))
+            typer.echo(str(error), err=True)
         time.sleep(WATCH_S)
 
 

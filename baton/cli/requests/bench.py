@@ -12,6 +12,7 @@ import typer
 
 from baton.bench.lengths import KINDS
 from baton.cli.options import ClusterName, Json, ModelName, Target, Temperature, Timeout, Tls, Token
+from baton.errors import ConfigError
 
 if TYPE_CHECKING:
     from baton.bench.requests import BenchPlan
@@ -123,6 +124,9 @@ def _run(
     from baton.client import Options
     from baton.clock import SystemClock
 
+    if url is not None and (router.target or router.name):
+        raise ConfigError("--http: cannot be combined with --target or --name, because the URL names the server")
+    (goals := Goals(*limits)).check()
     plan = replace(plan, api="grpc" if url is None else "http")
     options = Options(temperature=plan.temperature, ignore_eos=plan.ignore_eos or None, model=plan.model)
     options |= Options(ttft_ms=plan.promise_ms[0] or None, itl_ms=plan.promise_ms[1] or None)
@@ -131,7 +135,7 @@ def _run(
         server = GrpcServer(router.async_client(max_retries=0), options, SystemClock())
     else:
         server = HttpServer(url, options, SystemClock(), router.timeout, router.token, router.authorities())
-    run_bench(server, Load.read(plan), Goals(*limits), Output(as_json, out, plot))
+    run_bench(server, Load.read(plan), goals, Output(as_json, out, plot))
 
 
 def _check_files(out: Path | None, plot: Path | None) -> None:

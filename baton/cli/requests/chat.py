@@ -106,7 +106,7 @@ class Terminal(Screen):
 
         from rich.console import Console
 
-        self._console = Console(highlight=False, markup=False, soft_wrap=True)
+        self._console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
 
     def read(self) -> str | None:
         try:
@@ -116,9 +116,6 @@ class Terminal(Screen):
         except KeyboardInterrupt:
             self.note("\nCtrl-D or /exit ends the conversation")
             return ""
-
-    def write(self, text: str) -> None:
-        self._console.print(text, end="")
 
     def end(self, done: Completion | None) -> None:
         self._console.print("")

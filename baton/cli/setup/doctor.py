@@ -18,6 +18,7 @@ import typer
 
 from baton.cli.options import LOCAL, ConfigFile, Json, Sets, or_shipped
 from baton.cli.setup.findings import BAD, OK, WARN, Finding
+from baton.engine.memory.host_memory import available_bytes
 from baton.errors import BatonError, ConfigError
 
 if TYPE_CHECKING:
@@ -89,7 +90,8 @@ def _pair(file: Path, sets: Sequence[str], transport: str) -> Iterator[Finding]:
     from baton.core import Role
     from baton.worker.settings import from_config, located
 
-    config = load_config(file, sets, os.environ)
+    file, model = or_shipped(file)
+    config = load_config(file, [*model, *sets], os.environ)
     devices = {"nccl": ("cuda:0", "cuda:1"), "cuda_ipc": ("cuda:0", "cuda:0")}.get(transport, ("cpu", "cpu"))
     if transport == "auto" and gpu_pools(config, count := gpu_facts().count):
         devices = "cuda:0", f"cuda:{min(1, count - 1)}"
@@ -258,10 +260,8 @@ def _ports(config: ClusterConfig) -> Iterator[Finding]:
 
 
 def _shared_memory(*, with_gpus: bool) -> Finding:
-    import psutil
-
     free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
-    text = f"/dev/shm has {free // 2**20} MiB free, memory {psutil.virtual_memory().available // 2**20} MiB"
+    text = f"/dev/shm has {free // 2**20} MiB free, memory {available_bytes() // 2**20} MiB"
     if with_gpus and free < NEEDED_SHM_WITH_GPUS:
         return Finding("shared memory", WARN, text, "NCCL and ranks use it: enlarge /dev/shm (Docker: --shm-size=1g)")
     if free < NEEDED_SHM:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import tempfile
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -53,21 +54,21 @@ def quantize(folder: Source, out: Out, to: To = Bits.int8, compare: Compare = No
         raise ConfigError(f"{folder}: a model can be quantised if {why}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out}: exists already")
+    if (place := out.resolve()) == Path.cwd():
+        raise ConfigError(f"OUT: must be a new folder, not the current one, got {str(out)!r}")
     pieces = None if compare is None else pieces_of(compare, folder)
-    part = out.with_name(out.name + ".part")
     try:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        names = {file.name: _convert(file, part / file.name, to.value) for file in weight_files(folder)}
-        _write_others(folder, part, names, to.value)
-        if out.exists():
-            out.rmdir()
-        part.rename(out)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=place.parent, prefix=f"{place.name}.") as scratch:
+            (part := Path(scratch) / place.name).mkdir()
+            names = {file.name: _convert(file, part / file.name, to.value) for file in weight_files(folder)}
+            _write_others(folder, part, names, to.value)
+            size, before = (sum(file.stat().st_size for file in weight_files(one)) for one in (part, folder))
+            if place.exists():
+                place.rmdir()
+            part.rename(place)
     except OSError as error:
         raise ConfigError(f"{out}: cannot write there: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(part, ignore_errors=True)  # gone unless something failed
-    size, before = (sum(file.stat().st_size for file in weight_files(one)) for one in (out, folder))
     typer.echo(f"{out} has {size / 1e6:,.1f} MB of weights instead of {before / 1e6:,.1f} MB")
     if pieces is not None:
         typer.echo(f"{compare}: {compare_checkpoints(folder, out, pieces)}")
@@ -122,7 +123,9 @@ def _write_others(folder: Path, out: Path, names: dict[str, dict[str, Tensor]], 
     for file in folder.iterdir():
         if file.is_file() and file.name not in weights:
             shutil.copyfile(file, out / file.name)
-    if len(names) > 1:
+    if (templates := folder / "additional_chat_templates").is_dir():
+        shutil.copytree(templates, out / templates.name, copy_function=shutil.copyfile)
+    if set(names) != {"model.safetensors"}:
         total = sum(tensor.nbytes for tensors in names.values() for tensor in tensors.values())
         places = {name: file for file, tensors in names.items() for name in tensors}
         _write(out / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": places})

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from baton.bench.lengths import KINDS
-from baton.cli.options import LOCAL, ClusterName, ConfigFile, Json, Sets, Target, Tls, Token
+from baton.cli.options import LOCAL, ClusterName, ConfigFile, Json, Sets, Target, Tls, Token, or_shipped
 from baton.errors import ConfigError
 
 
@@ -34,7 +34,10 @@ def profile(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     if live is None:
         from baton.cli.sizing.profile_kernels import profile_kernels
 
-        profile_kernels(config, sets or [], as_json=as_json)
+        if name or target or admin or tensor_parallel:
+            raise ConfigError("--name, --target, --admin and --tensor-parallel: must be with --live FILE")
+        file, model = or_shipped(config)
+        profile_kernels(file, [*model, *(sets or [])], as_json=as_json)
         return
     if sets or config != LOCAL:
         given = f"--set {sets[0]}" if sets else f"-c {config}"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, pad
 
 from baton.core import Sampling
 from baton.engine.sampling.noise import GOLDEN64, mix64, signed32
@@ -20,6 +20,7 @@ from baton.structured_output import Guide
 Array = np.ndarray[Any, np.dtype[Any]]
 NEVER = float("-inf")
 FINITE = torch.finfo(torch.float32)
+_ALIGNED = 4  # floats: on a GPU, the order of torch's sums (SoftMax.cu) depends on a row's place within 16 bytes
 
 
 class Seen:
@@ -157,6 +158,14 @@ class Adjustments:
         adjusted = repeated - frequency * counts - presence * (counts > 0)
         adjusted.clamp_(FINITE.min, FINITE.max)  # a tiny penalty must not make a logit infinite
         flat.index_copy_(0, places, adjusted)
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """Return log-probabilities of `logits`, both float32 `[rows, vocab]`. No row's bits depend on its place."""
+    vocab = logits.shape[-1]
+    if logits.device.type != "cpu" and vocab % _ALIGNED:
+        logits = pad(logits, (0, -vocab % _ALIGNED), value=NEVER)
+    return logits.log_softmax(dim=-1)[:, :vocab]
 
 
 def upload(array: Array, device: torch.device) -> Tensor:

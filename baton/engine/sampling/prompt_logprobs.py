@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from baton.core import PromptPart, PromptToken, TokenLogprobs
+from baton.engine.sampling.logits import log_softmax
 from baton.engine.sampling.sampler import ranked
 from baton.engine.sequence import UNLIMITED, Sequence, SequencePolicy
 
@@ -67,7 +68,7 @@ def scores_of(sequence: Sequence) -> PromptScores | None:
 
 
 def _scored(logits: Tensor, tokens: ListOf[int], top: int) -> list[PromptToken]:
-    raw = logits.log_softmax(dim=-1)
+    raw = log_softmax(logits)
     chosen = raw.gather(-1, torch.tensor(tokens, device=raw.device)[:, None])
     ranks = (raw > chosen).sum(dim=-1) + 1
     best = raw.topk(min(top, raw.shape[-1]), dim=-1)

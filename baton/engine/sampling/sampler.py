@@ -21,7 +21,7 @@ from baton.core import TokenLogprobs
 from baton.engine.kernels.inference import inference
 from baton.engine.sampling.filters import GROUPS, LANES, Limits, kept, kept_leaders, leaders, mass
 from baton.engine.sampling.fused import FusedDraw, Parameters, has_filter
-from baton.engine.sampling.logits import FINITE, NEVER, Adjustments, Masks, Row
+from baton.engine.sampling.logits import FINITE, NEVER, Adjustments, Masks, Row, log_softmax
 from baton.engine.sampling.noise import columns_hash
 
 NO_NUMBER, UNSURE = -1, -2  # in place of a token id
@@ -200,7 +200,7 @@ def _best(scores: Tensor) -> tuple[Tensor, Tensor]:
 def _logprobs(logits: Tensor, tokens: Tensor, wanted: list[int], rows: Sequence[Row]) -> dict[int, TokenLogprobs]:
     if not wanted:
         return {}
-    raw = logits[wanted].log_softmax(dim=-1)
+    raw = log_softmax(logits[wanted])
     chosen = raw.gather(-1, tokens[wanted, None].clamp(min=0))[:, 0].tolist()  # a row without a token has logprobs too
     best = _most_likely(raw, [rows[i].sampling.logprobs or 0 for i in wanted])
     return {i: TokenLogprobs(*found) for i, *found in zip(wanted, chosen, best, strict=True)}

@@ -185,17 +185,17 @@ class Sampling(_message.Message):
     min_tokens: _builtins.int
     """(0)"""
     temperature: _builtins.float
-    """(1.0) 0 is greedy"""
+    """(the model's, or 1.0) 0 is greedy"""
     top_p: _builtins.float
-    """(1.0) above 0, at most 1"""
+    """(the model's, or 1.0) above 0, at most 1"""
     top_k: _builtins.int
-    """(0: off)"""
+    """(the model's, or 0: off)"""
     min_p: _builtins.float
-    """(0)"""
+    """(the model's, or 0)"""
     seed: _builtins.int
     """(drawn by the router)"""
     repetition_penalty: _builtins.float
-    """(1.0) over prompt and output"""
+    """(the model's, or 1.0) over prompt and output"""
     presence_penalty: _builtins.float
     """(0) over output"""
     frequency_penalty: _builtins.float
@@ -810,6 +810,7 @@ class WorkerInfo(_message.Message):
     CPU_LEVEL_FIELD_NUMBER: _builtins.int
     QUANTIZE_FIELD_NUMBER: _builtins.int
     BACKEND_FIELD_NUMBER: _builtins.int
+    TOKENIZER_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """prefill | decode"""
     fingerprint: _builtins.str
@@ -834,6 +835,8 @@ class WorkerInfo(_message.Message):
     """weights of linear layers: none, int8 or int4; empty: an older worker"""
     backend: _builtins.str
     """code of the layers if it is not Baton's own, such as transformers 5.23.0"""
+    tokenizer: _builtins.str
+    """digest of the spelling of each token id; empty: an older worker"""
     @_builtins.property
     def ref(self) -> Global___WorkerRef: ...
     @_builtins.property
@@ -858,10 +861,11 @@ class WorkerInfo(_message.Message):
         cpu_level: _builtins.str = ...,
         quantize: _builtins.str = ...,
         backend: _builtins.str = ...,
+        tokenizer: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "ref", b"ref"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "cpu_level", b"cpu_level", "determinism", b"determinism", "fingerprint", b"fingerprint", "host", b"host", "layout", b"layout", "max_model_len", b"max_model_len", "metrics", b"metrics", "model", b"model", "nondeterminism", b"nondeterminism", "pid", b"pid", "protocol_version", b"protocol_version", "quantize", b"quantize", "ref", b"ref", "role", b"role", "thinking_chunk", b"thinking_chunk", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "cpu_level", b"cpu_level", "determinism", b"determinism", "fingerprint", b"fingerprint", "host", b"host", "layout", b"layout", "max_model_len", b"max_model_len", "metrics", b"metrics", "model", b"model", "nondeterminism", b"nondeterminism", "pid", b"pid", "protocol_version", b"protocol_version", "quantize", b"quantize", "ref", b"ref", "role", b"role", "thinking_chunk", b"thinking_chunk", "tokenizer", b"tokenizer", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ security:
   {{- with .Values.security.receiptKey.existingSecret }}
   receipt_key: /etc/baton-receipts/receipt.pem
   {{- end }}
-  allow_insecure: {{ ternary "true" "[router.metrics, prefill.metrics, decode.metrics]" .Values.security.allowInsecure }}
+  allow_insecure: {{ ternary "true" (printf "[router.metrics, prefill.metrics, decode.metrics%s]" (ternary ", transfer.transport" "" .Values.security.allowPlainKv)) .Values.security.allowInsecure }}
 {{- end }}
 
 {{- define "baton.ownedPool" -}}

@@ -210,7 +210,7 @@ resources:
     - {{ $model.waitSeconds | quote }}
     - bash
     - -c
-    - until [ -e "$0/config.json" ]; do echo "waiting for $0/config.json"; sleep 5; done
+    - until [ -e "$0/config.json" ] || [ -f "$0" ]; do echo "waiting for $0/config.json"; sleep 5; done
     - {{ include "baton.modelPath" .root | quote }}
   {{- end }}
   env:

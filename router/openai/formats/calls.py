@@ -32,6 +32,7 @@ _ARGUMENTS = "arguments", "parameters"
 _KEYS = frozenset({"name", "type", "id", *_ARGUMENTS})
 _CLOSE = ("</tool_call>",)
 _XML = "<tool_call>", "<seed:tool_call>", "<minimax:tool_call>"
+_XML_CLOSE = *_CLOSE, "</seed:tool_call>", "</minimax:tool_call>", "</function>", "</invoke>"
 _INVOKE, _PARAMETER = '<invoke name="', '<parameter name="'
 _OBJECTS = "<tool_call>", "<TOOLCALL>", "<tool_calls>", "<|tool_call|>", "<|python_tag|>"
 _PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
@@ -42,8 +43,8 @@ _QUOTED = re.compile(r"""'(?:\\.|[^'\\])*+'?|"(?:\\.|[^"\\])*+"?""", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The marks that open a section of calls, and its reader. `close` may end it; `separators` stand between objects.
-    `bare` reads calls without marks, which stand at the beginning of an answer.
+    """The marks that open a section of calls, and its reader. `close` may end it; a stop string with one of these marks
+    does not cut calls. `separators` stand between objects. `bare` reads calls at the beginning, without marks.
     """
 
     marks: tuple[str, ...]
@@ -452,7 +453,7 @@ FORMS: Mapping[str, Form] = {
     "mistral": Form(("[TOOL_CALLS]",), _mistral),
     "deepseek": Form(("<｜tool▁calls▁begin｜>",), _deepseek, ("<｜tool▁calls▁end｜>",)),
     "kimi": Form(("<|tool_calls_section_begin|>",), _kimi, ("<|tool_calls_section_end|>",)),
-    "qwen3_coder": Form((*_XML, "<function="), _qwen3_coder, (*_CLOSE, "</seed:tool_call>", "</minimax:tool_call>")),
+    "qwen3_coder": Form((*_XML, "<function="), _qwen3_coder, _XML_CLOSE),
     "glm": Form(("<tool_call>",), _glm, _CLOSE),
     "pythonic": Form(
         ("<|python_start|>", "<|tool_call_start|>"), _pythonic, ("<|python_end|>", "<|tool_call_end|>"), bare=_pythonic

@@ -56,7 +56,7 @@ class Source:
 
     def __init__(self, read: Callable[[Source], Steps[None]]) -> None:
         self._text, self._at, self.ended = "", 0, False
-        self.cut = False  # the answer ended at its limit of tokens
+        self.cut = False  # see `end`
         self._trial: list[str] | None = None  # text read since a trial began
         self._unread = 0  # characters that failed trials have read
         self._parts: list[Part] = []
@@ -73,7 +73,7 @@ class Source:
         return found
 
     def end(self, *, cut: bool = False) -> list[Part]:
-        """Return the parts that waited for more text. `cut` means that the answer ended at its limit of tokens."""
+        """Return the parts that waited for more text. A limit of tokens or a stop string `cut` it."""
         self.ended, self.cut = True, cut
         return self.feed("")
 

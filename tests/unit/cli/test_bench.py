@@ -1,6 +1,7 @@
 """The requests that `baton bench` sends, the numbers that it computes, and a comparison of two reports."""
 
 import json
+import math
 import os
 import random
 import re
@@ -23,7 +24,8 @@ MOONCAKE = '{"timestamp": %d, "input_length": %d, "output_length": 16, "hash_ids
 
 
 def asks(model: Model = MODEL, **options: Any) -> list[Any]:
-    return list(Load.read(BenchPlan(**{"prompt_tokens": "8", "max_tokens": "4", **options})).requests(model))
+    lengths = {} if "trace" in options else {"prompt_tokens": "8", "max_tokens": "4"}
+    return list(Load.read(BenchPlan(**lengths | options)).requests(model))
 
 
 def written(folder: Path, text: str) -> Path:
@@ -48,8 +50,8 @@ def test_the_same_seed_gives_the_same_requests():
 
 def test_a_trace_is_repeated(tmp_path: Path):
     file = written(tmp_path, '{"prompt": "a", "max_tokens": 2}\n\n{"prompt_tokens": 3}\n{"prompt": [1, 2]}\n')
-    assert len(asks(trace=file)) == 3
-    found = asks(trace=file, requests=4)
+    assert len(asks(trace=file, max_tokens="4")) == 3
+    found = asks(trace=file, max_tokens="4", requests=4)
     lengths = [(ask.prompt if isinstance(ask.prompt, str) else len(ask.prompt), ask.max_tokens) for ask in found]
     assert lengths == [("a", 2), (3, 4), (2, 4), ("a", 2)]
     assert found[2].prompt == (1, 2)
@@ -111,7 +113,7 @@ def test_prompts_that_are_written_out_are_checked_and_never_cut(tmp_path: Path, 
     with pytest.raises(InvalidRequest, match=r"1 of 1 requests .* text or token ids \(1 of these\) are never cut"):
         asks(trace=file, clip=clip)
     file.write_text(json.dumps({"prompt": [1] * 60, "max_tokens": 4}) + '\n{"prompt": "the server knows its length"}')
-    assert [ask.clipped for ask in asks(trace=file, clip=clip)] == [False, False]
+    assert [ask.clipped for ask in asks(trace=file, clip=clip, max_tokens="4")] == [False, False]
 
 
 def test_which_token_ids_are_drawn():
@@ -132,6 +134,11 @@ def test_which_token_ids_are_drawn():
         ({"speed": 2}, "--speed: needs --arrivals trace"),
         ({"scale": 2}, "--scale: needs --trace"),
         ({"every": 2}, "--every: needs --trace"),
+        ({"max_in_flight": 2}, "--max-in-flight: for an open loop only; --concurrency limits a closed one"),
+        ({"vocab_size": 2**32 + 1}, "--vocab-size: must be at most 4294967296"),
+        ({"duration": math.nan}, "--duration: must be a number, got nan"),
+        ({"deterministic_share": math.nan}, "--deterministic-share: must be a number, got nan"),
+        ({"promise_ms": (math.nan, 0.0)}, "--promise-ms: must be a number, got nan"),
         ({"rate": 0}, "rate: must be requests per second, a number above 0, got 0"),
         ({"prompt_tokens": "many"}, "prompt_tokens: must be N, fixed:N"),
     ],
@@ -139,6 +146,46 @@ def test_which_token_ids_are_drawn():
 def test_options_that_contradict_each_other(options: dict[str, Any], says: str):
     with pytest.raises(ConfigError, match=says):
         asks(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"prompt_tokens": "8"}, "--prompt-tokens: for random prompts only, all requests of --trace have their own"),
+        ({"max_tokens": "8"}, r"--max-tokens: all requests of .*t\.jsonl have their own"),
+    ],
+)
+def test_lengths_that_a_trace_has_itself(mooncake: Path, options: dict[str, Any], says: str):
+    with pytest.raises(ConfigError, match=says):
+        asks(trace=mooncake, scale=32, **options)
+
+
+@pytest.mark.parametrize(
+    ("goals", "says"),
+    [
+        (Goals(ttft_ms=math.nan), "--ttft-ms: must be finite milliseconds above 0, got nan"),
+        (Goals(e2e_ms=-1), "--e2e-ms: must be finite milliseconds above 0, got -1"),
+        (Goals(gap_percentile=99), "--gap-percentile: must be from 0 to 100, with --gap-ms, got 99"),
+        (Goals(gap_ms=1, gap_percentile=math.nan), "--gap-percentile: must be from 0 to 100, with --gap-ms, got nan"),
+    ],
+)
+def test_goals_that_no_request_can_be_judged_by(goals: Goals, says: str):
+    with pytest.raises(ConfigError, match=says):
+        goals.check()
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--http", "http://127.0.0.1:1", "--target", "127.0.0.1:1"], "--http: cannot be combined with --target"),
+        (["--http", "http://127.0.0.1:1", "--timeout", "-3"], "timeout: must be seconds above 0"),
+        (["--target", "127.0.0.1:1", "--timeout", "nan"], "timeout: must be seconds above 0"),
+        (["--target", "127.0.0.1:1", "--ttft-ms", "nan"], "--ttft-ms: must be finite"),
+    ],
+)
+def test_options_that_no_server_is_asked_with(args: list[str], says: str):
+    done = CliRunner().invoke(app, ["bench", *args])
+    assert (type(done.exception), says in str(done.exception)) == (ConfigError, True)
 
 
 def test_times_that_a_trace_does_not_have(tmp_path: Path, mooncake: Path):
@@ -222,6 +269,16 @@ def test_the_numbers_of_a_run():
 def test_goodput_asks_only_for_what_is_named(goals: Goals, met: int | None):
     found = report(SAMPLES, goals, {}, OWN)["goodput"]
     assert found is None if met is None else found["share"] == met / 4
+
+
+def test_an_answer_without_messages_counts_except_for_times_of_tokens():
+    silent = Sample(start=10.0, end=12.0, prompt_tokens=9, tokens=3, cached_tokens=5, kv_bytes=7)
+    found = report([silent], Goals(ttft_ms=1e6, e2e_ms=2500), {}, OWN)
+    assert (found["completed"], found["prompt_tokens"], found["completion_tokens"]) == (1, 9, 3)
+    assert (found["cached_tokens"], found["kv_bytes"], found["messages"]) == (5, 7, 0)
+    assert [found[name] for name in ("ttft_ms", "itl_ms", "tpot_ms")] == [None] * 3
+    assert found["e2e_ms"]["max"] == 2000
+    assert found["goodput"]["attained"] == {"ttft_ms": 0.0, "e2e_ms": 1.0}
 
 
 def test_latencies_count_from_when_a_request_was_to_be_sent():

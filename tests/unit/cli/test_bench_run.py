@@ -141,6 +141,14 @@ def test_the_report_is_given_when_the_screen_is_clear(monkeypatch):
     assert [name for name, *_ in shown.mock_calls][-2:] == ["().__exit__", "write"]
 
 
+@pytest.mark.parametrize("prompt", ["\ud800", [2**64]])
+async def test_a_prompt_that_no_json_can_carry(prompt: Any):
+    server = HttpServer("http://127.0.0.1:1", {}, SystemClock(), math.inf, None, None)
+    with pytest.raises(InvalidRequest, match="prompt: must be JSON"):
+        await server.send(BenchRequest(prompt, 4), Sample(0.0))
+    await server.close()
+
+
 @pytest.mark.parametrize("token", ["schl\u00fcssel", "\u2713", "two\nlines"])
 def test_a_token_that_no_http_header_can_carry(token: str):
     with pytest.raises(ConfigError, match="token: must be printable ASCII without line breaks"):

@@ -4,15 +4,18 @@ import importlib.metadata
 import json
 import shutil
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import typer
 
+from baton.cli.options import LOCAL
 from baton.cli.setup import doctor
 from baton.cli.setup.certs import certs
 from baton.cli.setup.findings import BAD, OK, WARN
+from baton.errors import NoWorker
 
 BASE = "model: {path: oracle}\nrouter: {grpc: '127.0.0.1:0', metrics: '127.0.0.1:0'}\n"
 
@@ -53,6 +56,14 @@ def test_a_machine_that_is_fine(examine):
     assert not [finding for finding in found.values() if finding.verdict == BAD]
     assert {"python", "torch", "config", "model", "redis", "threads", "shared memory", "gpu", "clock"} <= set(found)
     assert "router.grpc" not in found  # port 0 is always free
+
+
+def test_a_channel_is_probed_with_the_config_of_a_wheel_outside_of_a_repository(monkeypatch, tmp_path):
+    monkeypatch.setattr("baton.cli.options.SHIPPED", Path(__file__).parents[3])
+    monkeypatch.setattr("baton.cli.setup.doctor_transport.probe_pair", Mock(side_effect=NoWorker("closed")))
+    monkeypatch.chdir(tmp_path)
+    (finding,) = doctor._pair(LOCAL, [], "grpc")
+    assert (finding.verdict, finding.found) == (BAD, "closed")
 
 
 def test_transports_that_auto_leaves_out_here_are_listed(examine, monkeypatch):

@@ -70,6 +70,20 @@ def test_overrides_say_the_same_as_variables_or_go_by_the_command_line(tmp_path)
 
 
 @pytest.mark.parametrize(
+    "sets",
+    [
+        ["decode.autoscale.max=9", "decode.autoscale={min: 1, max: 4}"],
+        ["decode.autoscale.max=4", "decode.autoscale=null"],
+        ["decode.replicas=2", "decode={replicas: 3}"],
+    ],
+)
+def test_a_later_section_replaces_its_keys_before_also_in_a_detached_process(tmp_path, sets):
+    (file := tmp_path / "c.yaml").write_text(FILE)
+    mine = {"BATON__DECODE__AUTOSCALE__MAX": "5", "BATON__DECODE__MAX_RUNNING": "7"}
+    assert load_config(file, (), as_environment(sets, mine)) == load_config(file, sets, mine)
+
+
+@pytest.mark.parametrize(
     ("file", "told"),
     [
         ({}, {"attempts": 3, "local_prefill": True, "think_while_decoding": False}),
@@ -135,6 +149,7 @@ NONE = {"model.safetensors": None}
 EMPTY = "\x02\0\0\0\0\0\0\0{}"
 INDEXED = {"model.safetensors.index.json": '{"weight_map": {"a": "model-1.safetensors"}}'}
 UNREAD = {"consolidated.safetensors": EMPTY[:-1], "adapter_model.safetensors": "", "optimizer.safetensors": "cut"}
+LENGTHS = '{"model_type": "%s", "max_position_embeddings": 64, "model_max_length": 256}'
 LFS = "version https://git-lfs.github.com/spec/v1"
 
 
@@ -180,6 +195,9 @@ LFS = "version https://git-lfs.github.com/spec/v1"
             {"model": {"max_model_len": 65}},
             "model.max_model_len: must be at most 64, the model's maximum, got 65",
         ),
+        ({"config.json": LENGTHS % "cohere", "tokenizer.json": ""}, {"model": {"max_model_len": 256}}, None),
+        ({"config.json": LENGTHS % "cohere", "tokenizer.json": ""}, {"model": {"max_model_len": 257}}, "at most 256,"),
+        ({"config.json": LENGTHS % "llama", "tokenizer.json": ""}, {"model": {"max_model_len": 65}}, "at most 64,"),
         (
             {"config.json": '{"max_position_embeddings": 64, "rope_scaling": {"factor": 4}}', "tokenizer.json": ""},
             {"model": {"max_model_len": 256}},
@@ -212,6 +230,9 @@ LFS = "version https://git-lfs.github.com/spec/v1"
         "weights on other hosts",
         "broken",
         "too long",
+        "Command R",
+        "too long for Command R",
+        "another model with a maximum",
         "extended",
         "too large",
         "fine",

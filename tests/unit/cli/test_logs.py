@@ -253,6 +253,20 @@ def test_on_a_terminal():
         assert "\\x1b[2J" in shown
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1:M 99 Abc 2024 00:00:00.000 * hi",
+        "[2024-99-01 00:00:00,000 I 1 1] hi",
+        '{"timestamp": "0001-01-01T00:00:00"}',
+        '{"timestamp": ' + "[" * 10_000,
+    ],
+    ids=["Redis", "Ray", "year", "depth"],
+)
+def test_a_line_without_a_readable_event_has_the_time_of_its_neighbour(text):
+    assert log_lines.parse(text, "router", 7.0) == log_lines.Line(7.0, "router", text)
+
+
 def test_an_unknown_request_is_an_error(cluster, capsys):
     (cluster / "router.log").write_text(event(1, "request_finished", request_id="r1") + "\n")
     log_lines.print_logs("local", LogFilter(request="r1", level=40), None, follow=False, as_json=True)

@@ -3,10 +3,12 @@
 import json
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from structlog.testing import capture_logs
 
+from baton.cli.sizing import commands
 from baton.cli.sizing import profile_kernels as command
 from baton.config import load_config
 from baton.core import Role
@@ -61,6 +63,17 @@ def test_the_oracle_has_nothing_to_profile(cluster_file, monkeypatch, sets):
         monkeypatch.setenv("BATON__MODEL__PATH", "oracle")
     with pytest.raises(ConfigError, match=r"model\.path: oracle"):
         command.profile_kernels(cluster_file, sets, as_json=False)
+
+
+def test_the_config_of_a_wheel_is_found_outside_of_a_repository(monkeypatch, tmp_path):
+    monkeypatch.setattr("baton.cli.options.SHIPPED", DEMO.parents[1])
+    monkeypatch.setattr(command, "profile_kernels", measured := Mock())
+    monkeypatch.chdir(tmp_path)
+    commands.profile(sets=["decode.threads=1"])
+    sets = [f"model.path={DEMO}", "decode.threads=1"]
+    measured.assert_called_once_with(DEMO.parents[1] / "configs" / "local.yaml", sets, as_json=False)
+    with pytest.raises(ConfigError, match=r"--target, .* must be with --live FILE"):
+        commands.profile(target="h:1")
 
 
 def test_a_named_gpu_is_profiled_as_the_only_one(cluster_file, monkeypatch):

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from baton.cli.app import app
 from baton.cli.cluster import launch, serve_model
 from baton.cli.cluster.vllm_options import THERE
+from baton.cli.setup.certs import certs
 from baton.cluster.state_dir import ClusterState, ProcessId
 from baton.config import ClusterConfig, load_config, located
 from baton.errors import ConfigError
@@ -222,6 +223,32 @@ def test_the_page_and_the_answers_are_about_the_same_options():
             section, name = key.split(".")
             assert name in type(getattr(ClusterConfig(), section)).model_fields, key
         assert all(option in own for option in re.findall(r"--[a-z-]+", answer))
+
+
+def test_the_announcement_of_a_secured_cluster_has_its_certificate_and_token(serve, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("BATON_TOKEN", raising=False)
+    certs(tmp_path / "tls", [], 30)
+    capsys.readouterr()
+    (tokens := tmp_path / "tokens.yaml").write_text(f"tokens: [{{token_sha256: {'0' * 64}, tenant: a, role: user}}]")
+    started = serve(DEMO, "--set", f"security.tls={tmp_path / 'tls'}", "--set", f"security.tokens={tokens}")
+    authority = started.config.security.tls.ca
+    options = f'--cacert {authority} -H "authorization: Bearer $BATON_TOKEN"'
+    assert f"curl -s https://127.0.0.1:4/v1/chat/completions {options} -H" in started.announced
+    assert "export BATON_TOKEN=..." in started.announced
+    assert f"export SSL_CERT_FILE={authority}" in started.announced
+    assert 'base_url="https://127.0.0.1:4/v1", api_key=os.environ["BATON_TOKEN"]' in started.announced
+    launch.announce(STATE, started.config)
+    assert f"curl -s https://0.0.0.0:4/v1/completions {options} -H" in (text := capsys.readouterr().out)
+    assert "HTTP     https://0.0.0.0:4/v1\n" in text
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "chat_template.json", "chat_template.jinja"])
+def test_a_template_in_any_file_makes_the_example_a_chat(file, tmp_path):
+    config = ClusterConfig.model_validate({"model": {"path": str(tmp_path)}})
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert not serve_model._chats(config)
+    (tmp_path / file).write_text('{"chat_template": "x"}')
+    assert serve_model._chats(config)
 
 
 def test_the_announcement_can_be_used(serve, tmp_path, monkeypatch):

@@ -201,9 +201,11 @@ def test_watching_goes_on_until_it_is_interrupted(capsys, monkeypatch):
     monkeypatch.setattr(time, "sleep", Mock(side_effect=[None, None, KeyboardInterrupt]))
     with pytest.raises(KeyboardInterrupt):
         command.repeat(show)
-    assert (show.call_count, capsys.readouterr().out) == (3, "being replaced\nslow\n")
+    assert (show.call_count, capsys.readouterr()) == (3, ("", "being replaced\nslow\n")), "stdout has only the status"
     with pytest.raises(PermissionDenied):
         command.repeat(Mock(side_effect=PermissionDenied("an admin's token is required")))
+    with pytest.raises(typer.BadParameter, match="--census: must be without --watch"):
+        command.status(census=True, watch=True)
 
 
 def test_without_an_id_the_trace_is_that_of_the_request_that_ended_last(monkeypatch):
@@ -285,9 +287,9 @@ def census(cluster, monkeypatch, serve, capsys):
     address = serve(cluster)
     cluster.reply.workers[0].CopyFrom(worker("decode-0", address))
 
-    def run(*, as_json=False):
+    def run(*others, as_json=False):
         try:
-            census_command.print_census(None, address, as_json=as_json)
+            census_command.print_census(None, ",".join([address, *map(serve, others)]), as_json=as_json)
         except typer.Exit as ended:
             return ended.exit_code, capsys.readouterr().out
         return 0, capsys.readouterr().out
@@ -312,6 +314,19 @@ def test_what_is_unaccounted_for_is_printed_and_an_exit_code(cluster, census):
     assert code == 1
     assert "decode-0@7.2: 2 blocks that no handoff holds\n" in printed
     assert "decode-1: no answer:" in printed
+
+
+def test_handoffs_of_a_router_that_was_not_asked_are_no_loss(cluster, census):
+    other = FakeRouter("router-b")
+    cluster.looks[0].append(Holding(HandoffId("b", 1), "decoding", [], "router-b"))
+    all_held = "decode-0@7.2: 5 of 10 blocks held: 2 decoding (5 blocks)\n"
+    note = "not checked: router router-b was not asked; name all routers in --target"
+    assert census() == (0, f"{all_held}{note}\n")
+    assert json.loads(census(as_json=True)[1])["not_checked"] == [note]
+    assert census(other) == (0, all_held)
+    other.running = []
+    code, printed = census(other)
+    assert (code, "router router-b does not run it" in printed) == (1, True)
 
 
 def test_a_census_as_json(cluster, census):

@@ -266,6 +266,25 @@ def test_several_routers_are_asked_in_turn():
     assert ClientBase("ipv4:127.0.0.1:1,127.0.0.1:2")._targets == ("ipv4:127.0.0.1:1,127.0.0.1:2",)
 
 
+def test_only_an_unreachable_router_costs_no_retry():
+    tries = Attempts(0, None, FakeClock(), lambda: 1.0, spare=1)
+    for error, started in ((NoWorker("cannot reach a:1: x"), True), (NoWorker("none is connected"), False)):
+        with pytest.raises(NoWorker):
+            tries.wait_after(error, started=started)
+    assert tries.wait_after(NoWorker("cannot reach a:1: x")) == 0.0
+    with pytest.raises(NoWorker):
+        tries.wait_after(NoWorker("cannot reach b:1: x"))
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), "5", 8e9])
+def test_a_timeout_that_no_call_can_have(wrong: Any):
+    with pytest.raises(ConfigError, match=rf"timeout: must be seconds above 0, at most 1e\+09, or None, got {wrong!r}"):
+        ClientBase("host:1", timeout=wrong)
+    with pytest.raises(ConfigError, match="timeout: must be seconds"):
+        ClientBase("host:1")._attempts(wrong)
+    assert ClientBase("host:1", timeout=3)._attempts(float("inf")).remaining() is None
+
+
 def test_the_deadline_spans_all_tries():
     clock = FakeClock()
     tries = attempts(timeout=2.0, clock=clock)
@@ -286,7 +305,8 @@ def test_the_deadline_spans_all_tries():
         ({"target": "a:1,,b:2"}, "target: must be host:port, or several"),
         ({"token": "a\nb"}, "token: must be printable"),
         ({"token": "ä"}, "token: must be printable"),
-        ({"max_retries": -1}, "max_retries"),
+        ({"max_retries": -1}, "max_retries: must be a whole number of at least 0, got -1"),
+        ({"max_retries": 1.5}, "max_retries: must be a whole number of at least 0, got 1.5"),
         ({"tls": "/nowhere/ca.pem"}, r"/nowhere/ca\.pem: cannot be read: No such file"),
     ],
 )

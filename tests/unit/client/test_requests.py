@@ -76,6 +76,7 @@ REQUESTS: dict[str, Callable[[Any], inference.GenerateRequest]] = {
     "prompt": lambda given: generate_request(given, {}),
     "tools": lambda given: chat_request([], {}, given),
     "turn": lambda given: chat_request([given], {}),
+    "call": lambda given: chat_request([{"role": "assistant", "tool_calls": [given]}], {}),
 }
 
 
@@ -101,6 +102,14 @@ REQUESTS: dict[str, Callable[[Any], inference.GenerateRequest]] = {
         ("turn", {"role": "user", "content": ["x"]}, "prompt.chat[0].content"),
         ("turn", {"role": "user", "content": [{"type": "text", "text": 1}]}, "prompt.chat[0].content"),
         ("turn", {"role": "user", "content": "x", "name": 1}, "prompt.chat[0].name"),
+        ("turn", "hello", "prompt.chat[0]"),
+        ("turn", {"content": "x"}, "prompt.chat[0].role"),
+        ("turn", {"role": "user"}, "prompt.chat[0].content"),
+        ("call", "x", "prompt.chat[0].tool_calls[0]"),
+        ("call", {"id": "1"}, "prompt.chat[0].tool_calls[0].function"),
+        ("call", {"function": {"name": "now", "arguments": "{}"}}, "prompt.chat[0].tool_calls[0].id"),
+        ("call", {"id": "1", "function": "now"}, "prompt.chat[0].tool_calls[0].function"),
+        ("call", {"id": "1", "function": {"name": "now"}}, "prompt.chat[0].tool_calls[0].function.arguments"),
         ("turn", ChatMessage("assistant", "", [CALL]), "prompt.chat[0].tool_calls"),
         ("turn", ChatMessage("tool", "", tool_call_id=7), "prompt.chat[0].tool_call_id"),  # type: ignore[arg-type]
     ],
@@ -110,6 +119,13 @@ def test_what_the_wire_cannot_carry_is_named_but_not_shown(what: str, given: Any
         REQUESTS[what](given)
     assert [violation.field for violation in caught.value.violations] == [field]
     assert what != "prompt" or str(given) not in str(caught.value)
+
+
+@pytest.mark.parametrize("given", ["[]", {"role": "user", "content": "x"}])
+def test_messages_and_tools_are_lists(given: Any):
+    for name, messages, tools in (("messages", given, ()), ("tools", [], given)):
+        with pytest.raises(TypeError, match=f"{name} must be a list, not {type(given).__name__}"):
+            chat_request(messages, {}, tools)
 
 
 def test_chat_takes_messages_and_mappings():

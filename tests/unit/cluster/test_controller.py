@@ -366,6 +366,8 @@ async def test_another_file_counts_unless_somebody_said_otherwise_since(by, size
     assert (second.plan.prefill, second.plan.decode) == sizes
     assert second.plan.generation == 2
     assert world.said == second.plan
+    told = f"the cluster file has 1 prefill and 1 decode workers, but {by} set 1 prefill and 3 decode since"
+    assert any(told in one.text for one in world.report.decisions) is (by != "file")
     anew = World()
     anew.said = first_plan(1, 3, number=7, by=by)
     first = await begun(anew)

@@ -7,7 +7,19 @@ import pytest
 from baton.limits import MAX_RECORD_BYTES
 from decode_workers import detached_streams
 from decode_workers.worker import RENEW_S
-from tests.support.sessions import GREEDY, STALE, FakeSession, H, attach, expected, prefill, release, reserve, spec_of
+from tests.support.sessions import (
+    GREEDY,
+    STALE,
+    FakeSession,
+    H,
+    attach,
+    expected,
+    next_of,
+    prefill,
+    release,
+    reserve,
+    spec_of,
+)
 
 LASTS_S = 30.0
 ANSWER = expected()
@@ -158,6 +170,51 @@ def test_who_attaches_takes_it_from_whom_it_had(begin, side, router, second):
     assert second.ids() == ANSWER[1:]
     side.take(second, release())
     ends_free(side)
+
+
+@pytest.mark.parametrize("state", ["decoding", "ended"])
+@pytest.mark.parametrize("order", ["gone, release", "release, gone", "gone, reserve"])
+def test_a_router_that_was_cut_off_gives_its_old_attempt_up(begin, side, router, state, order):
+    """It has connected again. The worker may see the end of the old connection later than the router."""
+    begin(router)
+    if state == "ended":
+        side.run()
+    again = FakeSession(router.router_id)
+    for step in order.split(", "):
+        if step == "gone":
+            side.role.gone(router)
+        else:
+            side.take(again, release() if step == "release" else reserve(next_of(H), resumable_s=LASTS_S))
+    if "reserve" in order:
+        assert again.kinds() == ["reserved"]
+        assert [held.handoff for held in side.role.holdings()] == [next_of(H)]
+        side.take(again, release(next_of(H)))
+    ends_free(side)
+    assert not again.handoffs
+
+
+@pytest.mark.parametrize("state", ["decoding", "ended"])
+@pytest.mark.parametrize("late", [release(), reserve(next_of(H))], ids=["release", "reserve"])
+def test_a_router_that_was_cut_off_leaves_a_stream_that_another_one_resumed(begin, side, router, second, state, late):
+    begin(router)
+    side.role.gone(router)
+    if state == "ended":
+        side.run()
+    side.take(second, attach(known=1))
+    side.take(again := FakeSession(router.router_id), late, release(next_of(H)))
+    side.run()
+    assert (second.ids(), second.kinds()[-1]) == (ANSWER[1:], "finish")
+    assert again.kinds() == (["reserved"] if late.HasField("reserve") else [])
+    assert len(side.role.detached) == 1, "a client may still come back for it"
+    side.take(second, release())
+    ends_free(side)
+
+
+def test_what_is_remembered_is_kept_in_few_bytes(begin, side, router):
+    begin(router)
+    kept = side.role.detached._streams[H].events
+    sent = [event.SerializeToString() for event in router.events if event.HasField("tokens")]
+    assert list(kept) == list(enumerate(sent, start=1))
 
 
 def test_what_is_remembered_is_bounded(begin, side, router, second, monkeypatch):

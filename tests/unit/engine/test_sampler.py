@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from baton.core import Sampling
 from baton.engine.sampling.filters import GROUPS, LANES, SLACK, Limits, descending, kept, kept_leaders, leaders, mass
-from baton.engine.sampling.logits import NEVER, Adjustments, Row
+from baton.engine.sampling.logits import NEVER, Adjustments, Row, log_softmax
 from baton.engine.sampling.noise import _mix32, columns_hash, mix64, mix64_tensor, signed32, signed64
 from baton.engine.sampling.sampler import Sampler, gumbel
 
@@ -361,3 +361,10 @@ def test_one_sampler_follows_its_rows_through_joins_leaves_and_new_tokens(number
         for row, drawn in zip(rows, found, strict=True):
             assert drawn.token_id is not None
             row.advance(drawn.token_id)
+
+
+@pytest.mark.parametrize(("vocab", "width"), [(60, 60), (61, 64), (63, 64)])
+def test_rows_of_log_probabilities_begin_at_a_multiple_of_16_bytes_on_a_gpu(vocab, width):
+    """torch's softmax on CUDA sums a row in an order that depends on its place; tests/unit/gpu compares the bits."""
+    found = log_softmax(torch.empty(3, vocab, device="meta"))
+    assert (found.shape, found.stride()) == ((3, vocab), (width, 1))

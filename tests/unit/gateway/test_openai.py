@@ -344,6 +344,35 @@ def test_names_and_variables_of_the_template_are_passed_on():
     assert not chat_job(chat()).requests[0].chat.HasField("add_generation_prompt")
 
 
+TURNS = [("weather", "rain"), ("stocks", "up")]
+
+
+def rounds(call, result):
+    return [each for name, text in TURNS for each in (call(name), result(text))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "job", "body"),
+    [
+        (ChatBody, chat_job, {"messages": rounds(
+            lambda name: {"role": "assistant", "tool_calls": [
+                {"id": "call_0", "type": "function", "function": {"name": name, "arguments": "{}"}}]},
+            lambda text: {"role": "tool", "tool_call_id": "call_0", "content": text})}),
+        (MessagesBody, lambda body: messages_job(body, "", ""), {"max_tokens": 1, "messages": rounds(
+            lambda name: {"role": "assistant", "content": [
+                {"type": "tool_use", "id": "call_0", "name": name, "input": {}}]},
+            lambda text: {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "call_0", "content": text}]})}),
+        (ResponsesBody, lambda body: responses_job(body, "", ""), {"input": rounds(
+            lambda name: {"type": "function_call", "call_id": "call_0", "name": name, "arguments": "{}"},
+            lambda text: {"type": "function_call_output", "call_id": "call_0", "output": text})}),
+    ],
+)  # fmt: skip
+def test_a_result_has_the_name_of_the_last_call_of_its_id_before_it(kind, job, body):
+    turns = job(checked(orjson.dumps(body), kind)).requests[0].chat.messages
+    assert [(turn.name, turn.content) for turn in turns if turn.role == "tool"] == TURNS
+
+
 @pytest.mark.parametrize(
     ("fields", "kind", "value"),
     [

@@ -13,6 +13,7 @@ from baton.core import Constraint
 from baton.errors import InvalidRequest
 from baton.structured_output import Grammars
 from baton.tokenizer import OracleTokenizer
+from router.openai.choices import ChatFormat, Reading
 from router.openai.formats.answer import reader_of, whole
 from router.openai.formats.forced import forced_schema
 from router.openai.formats.text import Arguments, Call, Reasoning, Source
@@ -190,6 +191,44 @@ def test_a_call_that_was_cut_looks_cut(form, text, ended, cut):
     assert read(form, text)[2] == ended
     assert read(form, text, cut=True)[2] == cut
     assert read(form, *text, cut=True)[2] == cut
+
+
+OPEN = "<function=weather>\n<parameter=city>\nrm -rf /srv"
+STOPPED = [
+    ("qwen3_coder", f"<tool_call>{OPEN}", "/tmp", '{"city": "rm -rf /srv', "stop"),
+    ("qwen3_coder", f"<tool_call>{OPEN}\n", "</parameter>", '{"city": "rm -rf /srv', "stop"),
+    ("qwen3_coder", f"<tool_call>{OPEN}\n</parameter>\n", "\n</function>", '{"city": "rm -rf /srv"}', "tool_calls"),
+    ("glm", "<tool_call>weather<arg_key>city</arg_key><arg_value>K", "!", '{"city": "K', "stop"),
+    ("glm", "<tool_call>weather<arg_key>days</arg_key><arg_value>1</arg_value>", "</tool_call>", '{"days": 1}',
+     "tool_calls"),
+    ("pythonic", "[weather(days=1, city='K", "!", '{"days": 1', "stop"),
+    ("mistral", "[TOOL_CALLS]weather[ARGS]", "{", "", "stop"),
+    ("deepseek", f"{CALLS_BEGIN}weather{SEP}", "{", "", "stop"),
+    ("kimi", f"{KIMI}<|tool_call_argument_begin|>", "{", "", "stop"),
+    ("harmony", f"{TO_WEATHER}<|message|>", "{", "", "stop"),
+    ("hermes", f"<tool_call>{RAIN[:-4]}", "!", '{"city": "Köl', "stop"),
+    ("hermes", f"<tool_call>{RAIN}</tool_call>", "\n\n", CITY, "tool_calls"),
+    ("hermes", f"<tool_call>{RAIN}\n", "</tool_call>", CITY, "tool_calls"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(("form", "text", "stop", "arguments", "reason"), STOPPED)
+def test_a_call_that_a_stop_string_cut_looks_cut(form, text, stop, arguments, reason, streamed):
+    reasoning, form = THINKS.get(form, ("", form))
+    found = ChatFormat(Reading(reasoning, form, TOOLS))
+    if streamed:
+        deltas = [each for char in text for each in found.piece(0, char, None)]
+        found.stopped(0, stop)
+        deltas += found.ending(0, "stop")
+        calls, shown = [call for each in deltas for call in each["delta"].get("tool_calls", ())], deltas[-1]
+    else:
+        found.read(0, text)
+        found.stopped(0, stop)
+        shown = found.choice(0, text, None, "stop")
+        calls = shown["message"]["tool_calls"]
+    assert "".join(call["function"]["arguments"] for call in calls) == arguments
+    assert shown["finish_reason"] == reason
 
 
 NOT_JSON = {"if": "    return x", "number": "12345", "null": None, "nulls": " null", "lines": "\na\n", "list": "[1]"}

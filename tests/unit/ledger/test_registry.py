@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from baton.core import Incarnation, Role, WorkerRef
 from baton.errors import ConfigError, LedgerError
-from baton.ledger.redis_client import Connection, address_of
+from baton.ledger.prefix_directory import WAIT_MS
+from baton.ledger.redis_client import READ_S, Connection, address_of
 from baton.ledger.registry import worker_from_json, worker_to_json
 from tests.support.ledger import info_of
 
@@ -136,6 +137,8 @@ BAD_URLS = [
         ("redis://:secret@h?encoding=klingon", "encoding"),
         ("redis://:secret@h?ssl_ca_certs=/ca.pem", "ssl_ca_certs"),  # only for rediss
         ("redis://:secret@h/x", "numeric port and database"),
+        ("redis://:secret@h?socket_timeout=x", "redis.url"),
+        *((f"redis://h?socket_timeout={wrong}", f"must be above 1 s, got {wrong}") for wrong in ("1", "0.5", "nan")),
         ("unix://:secret@/run/r.sock?ssl_ca_certs=/ca.pem", "ssl_ca_certs"),
     ],
 )
@@ -143,6 +146,12 @@ async def test_a_bad_url_is_a_config_error_without_its_password(url, named):
     with pytest.raises(ConfigError, match=named) as caught:
         await Connection.open(url, "baton:test")
     assert "secret" not in str(caught.value)
+
+
+async def test_a_socket_timeout_is_longer_than_each_read():
+    assert WAIT_MS / 1000 == READ_S
+    with pytest.raises(LedgerError):
+        await Connection.open("redis://127.0.0.1:1?socket_timeout=1.5", "baton:test")
 
 
 async def test_a_unix_socket_where_nobody_listens(tmp_path):

@@ -78,6 +78,45 @@ def test_the_temperature_of_llama_4_is_a_flag_or_a_number(tuning: bool | int, wa
     assert [each.temperature is not None for each in layers] == [False, False, warms_up]
 
 
+@pytest.mark.parametrize(("beta", "grows"), [(0.1, True), (0, False), (0.0, False)])
+def test_queries_of_ministral_3_do_not_grow_by_0(beta: float, grows: bool):
+    """Mistral Medium 3.5 has 0."""
+    rope = {"rope_type": "default", "llama_4_scaling_beta": beta, "original_max_position_embeddings": 256}
+    assert bool(parsed("ministral3", rope_parameters=rope).spec.attention[0].temperature) == grows
+
+
+def test_a_null_activation_is_that_of_the_family():
+    gemma, llama = (parsed(family, hidden_activation=None, hidden_act=None).spec.mlp for family in ("gemma2", "llama"))
+    assert (gemma.activation, llama.activation) == ("gelu_tanh", "silu")
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "llama"])
+@pytest.mark.parametrize(("section", "limit"), [({}, 262144), ({"original_max_position_embeddings": 2048}, 2048)])
+def test_dual_chunk_attention_ends_at_its_original_length(family: str, section: dict[str, Any], limit: int):
+    """Beyond it, positions of other chunks would count in another way. Qwen2.5-7B-Instruct-1M has it."""
+    config = parsed(family, max_position_embeddings=1010000, dual_chunk_attention_config=section)
+    assert (config.max_positions, _max_model_len(config, limit)) == (limit, limit)
+    with pytest.raises(ConfigError, match=f"between 1 and {limit}"):
+        _max_model_len(config, limit + 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "limit"),
+    [
+        ("cohere", {"model_max_length": 4096}, 4096),
+        ("cohere2", {"model_max_length": 4096}, 4096),
+        ("cohere", {"model_max_length": 512}, 1024),
+        ("cohere", {"model_max_length": 4096, "rope_scaling": {"type": "dynamic", "factor": 4.0}}, 1024),
+        ("llama", {"model_max_length": 4096}, 1024),
+    ],
+)
+def test_command_r_may_be_longer_than_its_positions(family: str, settings: dict[str, Any], limit: int):
+    config = parsed(family, **settings)
+    assert (config.max_positions, _max_model_len(config, limit)) == (1024, limit)
+    with pytest.raises(ConfigError, match=f"between 1 and {limit}"):
+        _max_model_len(config, limit + 1)
+
+
 @pytest.mark.parametrize(
     ("settings", "theta"),
     [
@@ -364,7 +403,12 @@ def test_experts_and_latent_attention_that_are_refused(family: str, settings: di
         ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2}}, "rope_type 'yarn' is not supported for phi3"),
         ("phi3", {"partial_rotary_factor": 0.4}, r"partial_rotary_factor \(0.4\) must rotate an even number of 8"),
         ("phi3", {"lm_head_bias": True}, "lm_head_bias must be False"),
-        ("stablelm", {"qk_layernorm": True}, "qk_layernorm must be False"),
+        ("stablelm", {"qk_layernorm": True}, "qk_layernorm must be false .* set model.backend: transformers"),
+        (
+            "ministral3",
+            {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": -0.1}},
+            "llama_4_scaling_beta must be a number between -1e-06 and inf, got -0.1",
+        ),
         ("cohere2", {"use_parallel_block": False}, "use_parallel_block must be True"),
         ("minimax_m2", {"attn_type_list": [1, 0]}, "attn_type_list must be 1 for all layers"),
         ("hunyuan_v1_dense", {"use_cla": True}, "use_cla must be False"),

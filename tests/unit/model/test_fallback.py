@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen2Config
 
 from baton.config import load_config
 from baton.core import Constraint, Role
@@ -167,6 +168,12 @@ def test_positions_end_where_rotary_frequencies_would_change(tmp_path: Path):
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     fallback_models.write("phi3", tmp_path, rope_parameters=rope, original_max_position_embeddings=128)
     assert load(tmp_path).max_model_len == 128
+
+
+@pytest.mark.parametrize(("section", "limit"), [({}, 262144), ({"original_max_position_embeddings": 128}, 128)])
+def test_positions_end_where_dual_chunk_attention_would_begin(section: dict[str, Any], limit: int):
+    config = Qwen2Config(max_position_embeddings=1010000, dual_chunk_attention_config=section)
+    assert guard.positions_limit(config) == limit
 
 
 def test_a_mask_is_read_at_all_its_edges():

@@ -272,6 +272,34 @@ def test_rotations_without_a_type_are_linear_as_in_llama_cpp(keys: dict[str, Any
     assert config_of(header).get("rope_scaling") == scaling
 
 
+@pytest.mark.parametrize(
+    ("name", "keys", "found"),
+    [
+        ("gemma2", {}, (4096, 50.0)),  # the defaults of llama.cpp
+        ("gemma2", {**WINDOW, "attn_logit_softcapping": 20.0}, (24, 20.0)),
+        ("phi3", {}, (None, None)),
+        ("phi3", {"attention.sliding_window": 0}, (None, None)),  # as Phi 4 has it
+        ("phi3", WINDOW, (24, None)),
+        ("starcoder2", {}, (None, None)),
+    ],
+)
+def test_windows_and_soft_caps_without_a_key(
+    name: str, keys: dict[str, Any], found: tuple[int | None, float | None], tmp_path: Path
+):
+    random_checkpoint(tmp_path, name)
+    Export(tmp_path, tmp_path / "m.gguf", name, **keys)
+    first = read_config(unpacked(tmp_path / "m.gguf")).spec.attention[0]
+    assert (first.reach.window, first.soft_cap) == found
+
+
+@pytest.mark.parametrize(("name", "family"), [("gemma3", "gemma3_text"), ("cohere2", "cohere2")])
+def test_a_window_that_no_default_replaces(name: str, family: str, tmp_path: Path):
+    random_checkpoint(tmp_path, family)
+    Export(tmp_path, tmp_path / "m.gguf", name)
+    with pytest.raises(CheckpointError, match=f"m.gguf: {name}.attention.sliding_window is missing"):
+        unpacked(tmp_path / "m.gguf")
+
+
 def test_stablelm_is_parallel_if_a_layer_has_one_norm(tmp_path: Path):
     """Converters set the flag for all models, and llama.cpp does not read it."""
     for parallel in (False, True):
@@ -329,6 +357,19 @@ def test_levels_of_another_shape(tmp_path: Path):
     folder = unpacked(tmp_path / "m.gguf")
     edit_config(folder, intermediate_size=500)
     with pytest.raises(CheckpointError, match=r"m.gguf: blk.0.ffn_[a-z]+.weight has shape .*512.*, expected .*500"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("Q8_0", 34), ("Q4_K", 144)])
+def test_scales_must_be_finite(kind: str, size: int, tmp_path: Path):
+    random_checkpoint(tmp_path, "llama", **SIZES)
+    Export(tmp_path, tmp_path / "m.gguf", "llama", kind)
+    folder, tensors = unpacked(tmp_path / "m.gguf"), read_header(tmp_path / "m.gguf").tensors
+    name, info = next((name, info) for name, info in tensors.items() if "ffn_up" in name)
+    data = bytearray((tmp_path / "m.gguf").read_bytes())
+    data[info.start + size : info.start + size + 2] = b"\xff\xff"  # a NaN of float16
+    (tmp_path / "m.gguf").write_bytes(data)
+    with pytest.raises(CheckpointError, match=f"m.gguf: {name} has a scale that is not a finite number"):
         load_model(folder)
 
 

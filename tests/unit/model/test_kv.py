@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from baton.core import KVLayout
 from baton.engine.kernels.cpu.compiler import load_library
 from baton.engine.kernels.cpu.ops import CompiledBlockCopy
-from baton.engine.kv_cache import CPU_CAP_BYTES, CPU_SHARE, KVCache, Sizing, auto_kv_bytes, available_bytes, size_kv
+from baton.engine.kv_cache import CPU_CAP_BYTES, CPU_SHARE, KVCache, Sizing, auto_kv_bytes, size_kv
+from baton.engine.memory.host_memory import available_bytes, total_bytes
 from baton.engine.oracle import oracle_layout
 from baton.engine.tp.kv_memory import ShardedCache
 from baton.errors import ConfigError
@@ -281,6 +282,7 @@ def test_a_containers_limit_counts(tmp_path, limit, used, wanted):
         (tmp_path / "memory.current").write_text(used + "\n")
     found = available_bytes(tmp_path)
     assert found == wanted if wanted is not None else found > 5000
+    assert (total_bytes(tmp_path) == 5000) is (limit == "5000")
 
 
 def test_the_cache_of_files_in_a_container_gives_way(tmp_path):

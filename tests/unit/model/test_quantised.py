@@ -213,6 +213,29 @@ def test_a_quantised_copy(bits: Bits, tied: bool, tmp_path: Path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"m", "copy"}
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_quantised_copy_of_indexed_files_with_more_templates(shards: int, tmp_path: Path, monkeypatch):
+    random_checkpoint(tmp_path / "m", "llama", **SIZES)
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    (tmp_path / "m" / "model.safetensors").unlink()
+    places = {name: f"model-{number % shards}.safetensors" for number, name in enumerate(tensors)}
+    for file in set(places.values()):
+        save_file({name: tensors[name] for name, at in places.items() if at == file}, tmp_path / "m" / file)
+    (tmp_path / "m" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    for path in ("m/additional_chat_templates/tool_use.jinja", "copy.part/mine"):
+        (tmp_path / path).parent.mkdir()
+        (tmp_path / path).write_text("x")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(ConfigError, match=r"OUT: must be a new folder, not the current one, got '\.'"):
+        write_copy(tmp_path / "m", Path())
+    write_copy(tmp_path / "m", tmp_path / "copy")
+    load_model(tmp_path / "copy")
+    assert (tmp_path / "copy" / "additional_chat_templates" / "tool_use.jinja").read_text() == "x"
+    assert (tmp_path / "copy.part" / "mine").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"m", "copy", "copy.part", "empty"}
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [

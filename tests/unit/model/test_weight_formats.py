@@ -88,6 +88,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Write, bool]] = {
         {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
         partial(formats.bitsandbytes_4bit, kind="nf4", nested=False), False,
     ),
+    "nf4 in words": (
+        {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "bfloat16"},
+        partial(formats.bitsandbytes_4bit, kind="nf4", nested=False, storage=torch.bfloat16), False,
+    ),
     "fp4 with quantised scales": (
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
         partial(formats.bitsandbytes_4bit, kind="fp4", nested=True), False,
@@ -209,6 +213,10 @@ def test_torchao(kind: str, tmp_path: Path, monkeypatch):
     save_file(tensors, tmp_path / "model.safetensors", metadata=metadata)
     edit_config(tmp_path, quantization_config={"quant_method": "torchao", "quant_type": {"default": {"_type": kind}}})
     check_equal(tmp_path, reference)
+    wrong = {name: spoilt(each) if name.endswith("_scale") else each for name, each in tensors.items()}
+    save_file(wrong, tmp_path / "model.safetensors", metadata=metadata)
+    with pytest.raises(CheckpointError, match=r"proj._weight_scale has a scale that is not a finite number"):
+        load_model(tmp_path)
 
 
 def test_gpt_oss_in_mxfp4(tmp_path: Path, seed: int):
@@ -224,6 +232,9 @@ def test_gpt_oss_in_mxfp4(tmp_path: Path, seed: int):
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     edit_config(tmp_path, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
     check_equal(tmp_path, reference)
+    edited("_scales", spoilt)(tmp_path)
+    with pytest.raises(CheckpointError, match=r"experts.*_scales has a scale that is not a finite number"):
+        load_model(tmp_path)
 
 
 def float8_stack(weight: torch.Tensor, name: str, kind: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -344,6 +355,40 @@ def test_wrong_checkpoints_are_rejected(name: str, spoil: Callable[[Path], None]
     write(tmp_path, *FORMATS[name][:2], "llama")
     spoil(tmp_path)
     with pytest.raises(CheckpointError, match=message):
+        load_model(tmp_path)
+
+
+def spoilt(scale: torch.Tensor) -> torch.Tensor:
+    """Return scales of which the last one is NaN. In 8 bits, this is E4M3 and E8M0 with all bits."""
+    scale = scale.clone()
+    flat = scale.view(-1).view(torch.uint8) if scale.element_size() == 1 else scale.view(-1)
+    flat[-1] = 255 if flat.dtype == torch.uint8 else torch.nan
+    return scale
+
+
+@pytest.mark.parametrize(
+    ("name", "ending"),
+    [
+        ("fp8 tensor", "_scale_inv"),
+        ("fp8 block", "_scale_inv"),
+        ("int4 in bytes", ".weight_scale"),
+        ("nvfp4", ".weight_scale"),
+        ("nvfp4", "_global_scale"),
+        ("mxfp4", ".weight_scale"),
+        ("modelopt nvfp4", ".weight_scale_2"),
+        ("gptq", ".scales"),
+        ("awq", ".scales"),
+        ("nf4", ".absmax"),
+        ("nf4", ".quant_map"),
+        ("fp4 with quantised scales", ".nested_absmax"),
+        ("bitsandbytes int8", ".SCB"),
+    ],
+)
+def test_scales_must_be_finite(name: str, ending: str, tmp_path: Path):
+    write(tmp_path, *FORMATS[name][:2], "llama")
+    edited(ending, spoilt)(tmp_path)
+    shown = ending.replace("nested_", "")
+    with pytest.raises(CheckpointError, match=rf"model.safetensors: .*proj.*{shown} has a scale that is not a finite"):
         load_model(tmp_path)
 
 

@@ -112,6 +112,16 @@ def test_an_opening_is_optional_and_a_client_adds_the_prompt():
         form.with_prompt(json.dumps(issued()), [1])
 
 
+@pytest.mark.parametrize("opening", [None, [], {"choices": None}])
+def test_the_prompt_is_added_to_any_opening_or_the_wrong_one_is_named(opening):
+    receipt = json.dumps(issued() | {"opening": opening})
+    if isinstance(opening, list):
+        with pytest.raises(InvalidRequest, match=r"^receipt\.opening"):
+            form.with_prompt(receipt, PROMPT)
+    else:
+        assert json.loads(form.with_prompt(receipt, PROMPT))["opening"] == {"prompt_ids": [*PROMPT]}
+
+
 def test_a_long_answer_has_a_short_receipt(monkeypatch):
     monkeypatch.setattr(issuer, "MAX_OPENED_TOKENS", 2)
     assert "opening" not in issued()

@@ -426,6 +426,14 @@ async def test_templates_of_own_files_are_chosen_as_transformers_does(tmp_path):
         assert found == right == wanted
 
 
+async def test_the_template_of_a_processor_is_the_last_choice(tmp_path):
+    """Mistral Small 3.1 has its template only in this file."""
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "processor"}))
+    assert await Chats.of(model(tmp_path, None)).prompt(chat(*ASKED)) == "processor"
+    named = [{"name": "default", "template": "plain"}]
+    assert await Chats.of(model(tmp_path, named)).prompt(chat(*ASKED)) == "plain"
+
+
 UNUSABLE = [
     (None, "the model has no chat template; send text or token_ids"),
     ("{% for %}", "cannot be used: TemplateSyntaxError"),

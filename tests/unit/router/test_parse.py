@@ -163,6 +163,7 @@ WORDS = pb.Constraint(choices=pb.Choices(texts=["in", "into"]))
         (message(constraint=pb.Constraint(choices=pb.Choices())), "constraint.choices", "1 to 256, got 0"),
         (message(constraint=WORDS, sampling={"min_tokens": 1}), "sampling.min_tokens", "with a constraint"),
         (message(constraint=WORDS, sampling={"ignore_eos": True}), "sampling.ignore_eos", "with a constraint"),
+        (message(constraint=WORDS, sampling={"bad_words": ["x"]}), "sampling.bad_words", "may allow no other token"),
         (message(chat=pb.ChatMessages()), "chat", "the model has no chat template"),
         (message(priority=-101), "priority", "between -100 and 100, got -101"),
         (message(cache_scope="x" * 257), "cache_scope", "at most 256 characters, got 257"),

@@ -109,6 +109,7 @@ BY_DETAILS = (
         *((code, "some words", type(error)) for error, code in VISIBLE if not isinstance(error, BY_DETAILS)),
         (Code.FAILED_PRECONDITION, "some words", InvalidRequest),
         (Code.RESOURCE_EXHAUSTED, "Received message larger than max (5 vs. 4)", InvalidRequest),
+        (Code.RESOURCE_EXHAUSTED, "received metadata size exceeds soft limit (9506 vs. 8192)", InvalidRequest),
         (Code.CANCELLED, "Locally cancelled by application!", errors.Cancelled),
         (Code.CANCELLED, "Channel closed!", errors.Cancelled),
         (Code.ABORTED, "some words", errors.WorkerLost),

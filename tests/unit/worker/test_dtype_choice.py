@@ -77,7 +77,7 @@ def test_nothing_is_measured_where_there_is_no_choice(config, tmp_path, monkeypa
     quantised = config(quantize="int8")
     for one in (config(dtype="bfloat16"), config(path="oracle"), quantised, remote):
         assert with_dtype(one, (), output) is one
-    monkeypatch.setattr("psutil.virtual_memory", lambda: Mock(total=2 * 100 * 4 * 2 - 1))
+    monkeypatch.setattr("baton.cli.cluster.dtype.total_bytes", lambda: 2 * 100 * 4 * 2 - 1)  # or a container's
     assert with_dtype(config(), (), output).model.dtype == "auto", "float32 does not fit"
     monkeypatch.undo()
     (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": "float16"}))

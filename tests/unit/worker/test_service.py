@@ -13,7 +13,7 @@ from grpc.aio import AioRpcError
 
 from baton.core import PROTOCOL_VERSION, HandoffId, Incarnation, Role
 from baton.errors import EngineFault, InvalidRequest
-from baton.rpc import convert
+from baton.rpc import convert, message_size
 from baton.rpc.channel import aio_channel, aio_server, bind
 from baton.rpc.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.rpc.v1 import worker_pb2 as pb
@@ -286,6 +286,21 @@ async def test_the_events_of_one_step_leave_as_one_message_with_the_load_of_that
     assert not waiting.done()
     session.beat()
     assert (await waiting).load.step == 6
+
+
+async def test_events_that_exceed_a_message_follow_in_the_next(session, monkeypatch):
+    """Those of one emit share a message, unless they exceed one by themselves."""
+    most = 3 * event(0).ByteSize()
+    monkeypatch.setattr(message_size, "MESSAGE_BYTES", most)
+    numbers = iter(range(15))
+    for count in (2, 1, 2, 2, 7, 1):
+        session.emit([event(next(numbers)) for _ in range(count)])
+    session.finish()
+    parts = []
+    while (message := await session.next_message()) is not None:
+        assert (sum(each.ByteSize() for each in message.events) <= most, message.load.step) == (True, 3)
+        parts.append([each.handoff.attempt - 1 for each in message.events])
+    assert parts == [[0, 1, 2], [3, 4], [5, 6, 7], [8, 9, 10], [11, 12, 13], [14]]
 
 
 async def test_close_ends_the_stream_and_drops_what_is_pending(session):

@@ -34,7 +34,7 @@ HELP = """[b]baton top[/b]: the live view of one router
 [b]p[/b]  pause, continue                    [b]d[/b]  dark, light
 [b]q[/b]  quit                               [b]escape[/b]  close this
 
-[b]busy[/b]  running and waiting requests, as a share of a worker's maximum
+[b]busy[/b]  running and waiting requests, as a share of those of the busiest worker
 [b]KV blocks[/b]  in use: reserved, owned or quarantined; cached blocks count as free
 [b]TTFT, ITL, tok/s[/b]  of the last minute; the lines show the last five seconds over time
 [b]ids[/b]  of requests are shown by their end; [b]enter[/b] shows the whole id"""

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from baton.engine.models.families.common import DUAL_CHUNK, DUAL_CHUNK_LENGTH
 from baton.engine.models.formats.select import declared_format
 from baton.engine.models.json_fields import Fields
 from baton.errors import BatonError, CheckpointError
@@ -93,9 +94,10 @@ def positions_limit(config: PretrainedConfig) -> int:
     """Return the number of positions that the model computes in any batch as if it was alone."""
     with foreign(config.model_type, "has no max_position_embeddings"):
         limit = int(config.max_position_embeddings)
-    rope = config.to_dict().get("rope_parameters") or {}
+    rope, dual = config.to_dict().get("rope_parameters") or {}, config.to_dict().get(DUAL_CHUNK)
     sections = [section for section in (rope, *rope.values()) if isinstance(section, dict)]
     varying = [section for section in sections if section.get("rope_type") in VARYING_ROPE]
+    varying += [{"original_max_position_embeddings": DUAL_CHUNK_LENGTH} | dual] if isinstance(dual, dict) else []
     return min([limit, *(section.get("original_max_position_embeddings") or limit for section in varying)])
 
 

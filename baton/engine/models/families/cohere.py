@@ -11,12 +11,17 @@ from baton.engine.models.spec import DecoderSpec, Family, HeadNormSpec, HeadSpec
 
 
 def _cohere(fields: Fields, sizes: Sizes, family: Family) -> DecoderSpec:
+    """Return the spec. Rotations hold up to `model_max_length`, which may be above `max_position_embeddings`."""
     spec = plain_decoder(fields, sizes, family)
+    rope = spec.ropes[0]
+    if rope.kind == "default":
+        rope = replace(rope, limit=max(rope.limit, fields.integer("model_max_length", rope.limit)))
     norm = NormSpec(fields.number(family.eps_key, family.norm_eps), "layer")
     norms = HeadNormSpec(norm, over="heads") if fields.flag("use_qk_norm", False) else None
     return replace(
         spec.with_attention(head_norm=norms),
         norm=norm,
+        ropes=(rope,),
         head=HeadSpec(scale=fields.number("logit_scale", 0.0625)),
         parallel=True,
         interleaved=True,

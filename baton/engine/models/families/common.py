@@ -22,6 +22,7 @@ from baton.engine.models.spec import (
     Sizes,
 )
 
+DUAL_CHUNK, DUAL_CHUNK_LENGTH = "dual_chunk_attention_config", 262144  # its default length
 SLIDING, FULL, CHUNKED = "sliding_attention", "full_attention", "chunked_attention"
 
 
@@ -33,25 +34,30 @@ def plain_decoder(fields: Fields, sizes: Sizes, family: Family) -> DecoderSpec:
     qkv_bias = attention_bias if family.qkv_bias is None else family.qkv_bias
     o_bias = attention_bias if family.o_bias is None else family.o_bias
     mlp_bias = fields.flag("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias
+    act = activation(fields, family.act_key, GATES, family.defaults.get(family.act_key, "silu"))
     return DecoderSpec(
         attention=tuple(
             AttentionSpec(sizes.head_dim**-0.5, Reach(window), 0, qkv_bias, o_bias, head_norm)
             for window in windows(fields, sizes, family)
         ),
-        mlp=MlpSpec(activation(fields, family.act_key, GATES), bias=mlp_bias),
+        mlp=MlpSpec(act, bias=mlp_bias),
         norm=norm,
         ropes=(rope_of(fields, sizes, family),),
     )
 
 
 def rope_of(fields: Fields, sizes: Sizes, family: Family) -> RopeConfig:
-    """Return the rotation of a model that has one for all layers."""
-    return parse_rope(fields, sizes.max_positions, sizes.head_dim, family.rope_theta, partial=family.partial)
+    """Return the rotation of a model that has one for all layers. Dual chunk attention is plain up to a length."""
+    rope = parse_rope(fields, sizes.max_positions, sizes.head_dim, family.rope_theta, partial=family.partial)
+    if not fields.has(DUAL_CHUNK):
+        return rope
+    limit = fields.section(DUAL_CHUNK).integer("original_max_position_embeddings", DUAL_CHUNK_LENGTH)
+    return replace(rope, limit=min(rope.limit, limit))
 
 
-def activation(fields: Fields, key: str, allowed: dict[str, str] = PLAIN) -> str:
+def activation(fields: Fields, key: str, allowed: dict[str, str] = PLAIN, default: str = "silu") -> str:
     """Return the kernels' name of an activation."""
-    name = fields.text(key, "silu")
+    name = fields.text(key, default)
     if name not in allowed:
         raise fields.error(key, f"{name!r} is not supported (supported: {', '.join(allowed)})")
     return allowed[name]

@@ -12,7 +12,7 @@ from baton.engine.models.families import common
 from baton.engine.models.families.common import activation, expect, plain_decoder, ungated, window_or_none
 from baton.engine.models.json_fields import Fields
 from baton.engine.models.recurrent.spec import MambaSpec
-from baton.engine.models.rope import MAX_FACTOR, NO_ROPE
+from baton.engine.models.rope import MAX_FACTOR, MIN_FACTOR, NO_ROPE
 from baton.engine.models.spec import DecoderSpec, Family, HeadNormSpec, HeadSpec, MlpSpec, Names, Sizes, Temperature
 
 
@@ -134,8 +134,9 @@ def _ministral3(fields: Fields, sizes: Sizes, family: Family) -> DecoderSpec:
     rope = fields.section("rope_parameters")
     if not rope.has("rope_type") and not rope.has("type"):
         raise fields.error("rope_parameters", "is missing")
-    beta, original = rope.number("llama_4_scaling_beta"), rope.integer("original_max_position_embeddings")
-    return spec.with_attention(temperature=Temperature(beta, original))
+    beta = rope.number("llama_4_scaling_beta", above=-MIN_FACTOR)
+    grows = Temperature(beta, rope.integer("original_max_position_embeddings"))
+    return spec.with_attention(temperature=grows if beta else None)
 
 
 def _apertus(fields: Fields, sizes: Sizes, family: Family) -> DecoderSpec:

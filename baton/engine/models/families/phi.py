@@ -53,7 +53,9 @@ def _nemotron(fields: Fields, sizes: Sizes, family: Family) -> DecoderSpec:
 
 
 def _stablelm(fields: Fields, sizes: Sizes, family: Family) -> DecoderSpec:
-    expect(fields, "qk_layernorm", False)
+    if fields.flag("qk_layernorm", False):
+        text = "must be false for this model, got true; set model.backend: transformers if no weights are quantised"
+        raise fields.error("qk_layernorm", text)
     spec = plain_decoder(fields, sizes, replace(family, qkv_bias=fields.flag("use_qkv_bias", False)))
     parallel = fields.flag("use_parallel_residual", False)
     names = Names(before_mlp="") if parallel else Names()

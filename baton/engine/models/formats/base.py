@@ -157,6 +157,13 @@ def packed_words(levels: Tensor, bits: int) -> Tensor:
     return whole.contiguous().view(torch.int32)
 
 
+def finite(source: Source, name: str, scales: Tensor) -> Tensor:
+    """Return the scales of a stored tensor. Raises CheckpointError if one is not a finite number."""
+    if not bool(scales.isfinite().all()):
+        raise source.error(name, "has a scale that is not a finite number")
+    return scales
+
+
 def spread(values: Tensor, group: int, count: int, dim: int) -> Tensor:
     """Return `count` values, of which each `group` in a row are equal. A group may be larger than `count`."""
     return values.index_select(dim, torch.arange(count) // group)

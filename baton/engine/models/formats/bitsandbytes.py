@@ -21,6 +21,7 @@ from baton.engine.models.formats.base import (
     Levels,
     Source,
     WeightFormat,
+    finite,
     packed_scheme,
     spread,
     unsigned,
@@ -46,20 +47,20 @@ def parse(section: Fields) -> WeightFormat:
 
 def _eight(source: Source, name: str, shape: Sequence[int]) -> Levels:
     scale = source.part(f"{name.removesuffix('.weight')}.SCB", shape[:1], FLOATS).float() / 127
-    return Levels(unsigned(source, name, shape, 8), scale[:, None], None, 8, 0)
+    scale = finite(source, f"{name.removesuffix('.weight')}.SCB", scale[:, None])
+    return Levels(unsigned(source, name, shape, 8), scale, None, 8, 0)
 
 
 def _four(kind: str, source: Source, name: str, shape: Sequence[int]) -> Tensor:
     state_name = f"{name}{STATE}{kind}"
     state = _state(source, state_name, shape)
     count, block = math.prod(shape), state.integer("blocksize")
-    stored = source.part(name, None, BYTES)
+    stored = source.part(name, None, (*BYTES, *FLOATS)).view(-1).view(torch.uint8)  # any `bnb_4bit_quant_storage`
     if stored.numel() != -(-count // 2):
         raise source.error(name, f"has {stored.numel()} bytes, expected {-(-count // 2)}")
-    stored = stored.view(-1)
     levels = torch.stack((stored >> 4, stored & 15), -1).view(-1)[:count]
-    code = source.part(f"{name}.quant_map", (16,), FLOATS).float()
-    scales = _scales(source, name, state, -(-count // block))
+    code = finite(source, f"{name}.quant_map", source.part(f"{name}.quant_map", (16,), FLOATS).float())
+    scales = finite(source, f"{name}.absmax", _scales(source, name, state, -(-count // block)))
     return (code[levels.int()] * spread(scales, block, count, 0)).view(*shape)
 
 

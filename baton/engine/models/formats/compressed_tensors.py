@@ -19,6 +19,7 @@ from baton.engine.models.formats.base import (
     Levels,
     Source,
     WeightFormat,
+    finite,
     order_of,
     packed_scheme,
     unpacked,
@@ -129,7 +130,8 @@ class Integers:
         scale = source.part(f"{layer}weight_scale", None if self.by_tensor else (n, groups), FLOATS)
         if self.by_tensor and scale.numel() != 1:
             raise source.error(f"{layer}weight_scale", f"has shape {list(scale.shape)}, expected one number")
-        scale = scale.float().view(-1, groups if not self.by_tensor else 1).expand(n, groups).contiguous()
+        scale = finite(source, f"{layer}weight_scale", scale.float())
+        scale = scale.view(-1, groups if not self.by_tensor else 1).expand(n, groups).contiguous()
         order = order_of(source, f"{layer}weight_g_idx", k, groups) if self.ordered else None
         levels, zeros = self._packed(source, layer, shape) if self.packed else self._plain(source, layer, shape)
         return Levels(levels, scale, zeros, self.bits, self.size, order)

@@ -12,7 +12,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from baton.engine.models.formats.base import BYTES, FLOAT8, FLOATS, Source, WeightFormat, nibbles, spread, wide_names
+from baton.engine.models.formats.base import (
+    BYTES,
+    FLOAT8,
+    FLOATS,
+    Source,
+    WeightFormat,
+    finite,
+    nibbles,
+    spread,
+    wide_names,
+)
 from baton.engine.models.json_fields import Fields
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -48,6 +58,7 @@ def nvfp4(packed: str, whole: str, *, divides: bool) -> WeightFormat:
         factor = source.part(f"{layer}{whole}", None, ("F32",))
         if factor.numel() != 1:
             raise source.error(f"{layer}{whole}", f"has shape {list(factor.shape)}, expected one number")
+        finite(source, f"{layer}{whole}", 1 / factor if divides else factor)
         return values.div_(factor.view(())) if divides else values.mul_(factor.view(()))
 
     return WeightFormat("nvfp4", wide_names(packed, ".weight", BYTES), read, unread=OF_ACTIVATIONS)
@@ -69,10 +80,11 @@ def mxfp4_experts() -> WeightFormat:
     def read(source: Source, name: str, shape: Sequence[int]) -> Tensor:
         experts, k, n = shape
         blocks = source.part(f"{name}_blocks", (experts, n, -(-k // 32), 16), BYTES)
-        scales = _powers(source.part(f"{name}_scales", blocks.shape[:-1], EXPONENTS))
+        stored = source.part(f"{name}_scales", blocks.shape[:-1], EXPONENTS)
+        scales = finite(source, f"{name}_scales", _powers(stored))
         stack = torch.empty(experts, k, n, dtype=torch.bfloat16)  # which holds these values
-        for expert, stored, factors in zip(stack, blocks, scales, strict=True):
-            expert.copy_(_values(stored).mul_(factors[..., None]).flatten(1)[:, :k].t())
+        for expert, levels, factors in zip(stack, blocks, scales, strict=True):
+            expert.copy_(_values(levels).mul_(factors[..., None]).flatten(1)[:, :k].t())
         return stack
 
     return WeightFormat("mxfp4", wide_names("_blocks", "", BYTES), read, dimensions=(3,))
@@ -90,7 +102,7 @@ def scales_of(source: Source, name: str, shape: Sequence[int], block: Block, dty
     turned = stored.ndim == 3 and "down_proj" in name and list(stored.transpose(-1, -2).shape) == expected
     if list(stored.shape) != expected and not flat and not turned:
         raise source.error(name, f"has shape {list(stored.shape)}, expected {expected}")
-    wide = (stored.float() if stored.dtype in FLOATING else _powers(stored)).view(expected)
+    wide = finite(source, name, (stored.float() if stored.dtype in FLOATING else _powers(stored)).view(expected))
     return spread(spread(wide, rows, n, -2), columns, k, -1)
 
 

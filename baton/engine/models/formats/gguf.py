@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels.quantized import Scheme
-from baton.engine.models.formats.base import Levels, Source, WeightFormat
+from baton.engine.models.formats.base import Levels, Source, WeightFormat, finite
 from baton.engine.models.json_fields import Fields
 from baton.gguf.architectures import ARCHITECTURES, GATES, UPS, Architecture
 from baton.gguf.header import TensorInfo, read_header
@@ -123,7 +123,8 @@ def _levels(source: Source, stored: str, shape: Sequence[int]) -> Levels:
     kind = source.dtype(stored)
     _check_shape(source, stored, shape)
     blocks = source.part(stored, None, (kind,)).view(shape[0], shape[1] // GROUP, -1)
-    scales, rest = blocks[..., :2].contiguous().view(torch.float16)[..., 0], blocks[..., 2:]
+    scales = finite(source, stored, blocks[..., :2].contiguous().view(torch.float16)[..., 0])
+    rest = blocks[..., 2:]
     levels = rest ^ 128 if kind == "Q8_0" else torch.cat((rest & 15, rest >> 4), -1)
     return Levels(levels.reshape(shape[0], shape[1]), scales, None, BITS[kind], GROUP)
 
@@ -141,7 +142,7 @@ def _wide(source: Source, stored: str, shape: Sequence[int]) -> Tensor:
         wide = dequantize(part.numpy(), GGMLQuantizationType[kind])
     except NotImplementedError as error:
         raise source.error(stored, f"has the type {kind}, which the package gguf cannot widen") from error
-    return torch.from_numpy(wide)
+    return finite(source, stored, torch.from_numpy(wide))
 
 
 def _check_shape(source: Source, stored: str, shape: Sequence[int]) -> None:

@@ -18,6 +18,7 @@ from baton.engine.models.formats.base import (
     Levels,
     Source,
     WeightFormat,
+    finite,
     order_of,
     packed_scheme,
     unpacked,
@@ -86,7 +87,7 @@ class WordLevels:
         """Return levels [n, k], scales and zero levels [n, groups]."""
         (n, k), layer, bits = shape, name.removesuffix(".weight"), self.bits
         groups = -(-k // self.size) if self.size else 1
-        scales = source.part(f"{layer}.scales", (groups, n), FLOATS).t().contiguous()
+        scales = finite(source, f"{layer}.scales", source.part(f"{layer}.scales", (groups, n), FLOATS).t().contiguous())
         zeros = self._zeros(source, layer, (groups, n)).t().contiguous()
         if self.name == "awq":
             levels = self._by_outputs(source, f"{layer}.qweight", (k, n)).t().contiguous()

@@ -21,6 +21,7 @@ from baton.engine.models.formats.base import (
     Levels,
     Source,
     WeightFormat,
+    finite,
     nibbles,
     packed_scheme,
     spread,
@@ -74,13 +75,15 @@ def _read(source: Source, name: str, shape: Sequence[int]) -> Levels | Tensor:
         return wide.mul_(scales_of(source, scale, shape, (int(stored.by_output), stored.group), FLOATS))
     if stored.kind == INT4:
         levels = nibbles(source.part(data, (n, k // 2), ("I8", "U8")).view(torch.uint8)) ^ 8
-        by_group = [source.part(each, (-(-k // group), n), FLOATS).float().t() for each in (scale, zero)]
+        shape = (-(-k // group), n)
+        by_group = (finite(source, each, source.part(each, shape, FLOATS).float().t()) for each in (scale, zero))
         scales, zeros = (spread(each, group, k, 1) for each in by_group)
         return (levels.float() - 8) * scales + zeros
     groups = (n, -(-k // group))
     levels, zeros = unsigned(source, data, (n, k), stored.bits), unsigned(source, zero, groups, stored.bits)
     middle = None if bool((zeros == 2 ** (stored.bits - 1)).all()) else zeros
-    return Levels(levels, source.part(scale, groups, FLOATS), middle, stored.bits, stored.group)
+    scales = finite(source, scale, source.part(scale, groups, FLOATS))
+    return Levels(levels, scales, middle, stored.bits, stored.group)
 
 
 def _part(name: str, ending: str) -> str:

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from baton.core import Sampling
 from baton.engine.kernels.gpu import triton_sampling
-from baton.engine.sampling.logits import NEVER, Row
+from baton.engine.sampling.logits import NEVER, Row, log_softmax
 from baton.engine.sampling.noise import columns_hash
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.sampling.sampler import gumbel as exact_gumbel
@@ -141,6 +141,13 @@ def test_adjusted_logits_and_logprobs_are_those_of_the_cpu(device):
         if one.logprobs is not None and other.logprobs is not None:
             assert one.logprobs.logprob == pytest.approx(other.logprobs.logprob, abs=1e-5)
             assert [token for token, _ in one.logprobs.top] == [token for token, _ in other.logprobs.top]
+
+
+def test_logprobs_of_equal_rows_have_equal_bits(device):
+    """50,257 is the vocabulary of GPT-2: rows begin at four places within 16 bytes."""
+    logits = torch.randn(1, 50257, generator=torch.Generator().manual_seed(1)).expand(8, -1).contiguous().to(device)
+    found = log_softmax(logits)
+    assert torch.equal(found, log_softmax(logits[:1]).expand(8, -1))
 
 
 def test_a_draw_ahead_is_the_draw_after_the_token(device):
