@@ -85,7 +85,9 @@ class Tokenizer(ABC):
         """Return the spelling of each token: its bytes by id, or the text of a tokenizer.json."""
 
     def identity(self) -> str:
-        """Return a digest of the spelling of each id, 24 hex digits; the same in all versions of `tokenizers`."""
+        """Return a digest of the spelling of each id, 24 hex digits; the same in all versions of `tokenizers`. Added
+        tokens do not count, because a later revision of a model may declare more.
+        """
         return fingerprint([str(self.vocabulary())])
 
     def token_id(self, text: str) -> int | None:
@@ -196,7 +198,7 @@ class _FolderTokenizer(Tokenizer):
         return str(self._tokenizer.to_str())
 
     def identity(self) -> str:
-        words = self._tokenizer.get_vocab()
+        words = self._tokenizer.get_vocab(with_added_tokens=False)
         return fingerprint(f"{token_id} {word}" for token_id, word in sorted((i, word) for word, i in words.items()))
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -59,6 +59,11 @@ class Moves:
     def __len__(self) -> int:
         return len(self._moves)
 
+    def router(self, handoff: HandoffId) -> str:
+        """Return the id of the router of a moving sequence, or an empty string."""
+        move = self._moves.get(handoff)
+        return move.session.router_id if move is not None else ""
+
     def attach(self, pusher: Pusher) -> None:
         self._pusher = pusher
 

@@ -278,8 +278,11 @@ class DecodeWorker(HandoffRole[DecodeJob]):
             router.emit([events.fenced(handoff)])
 
     def _release(self, session: Session, handoff: HandoffId) -> None:
-        if self.detached.router(handoff) in {"", session.router_id}:
+        if self._router(handoff) in {"", session.router_id}:
             super()._release(session, handoff)  # otherwise another router has attached to the stream
+
+    def _router(self, handoff: HandoffId) -> str:
+        return self.detached.router(handoff) or self.moves.router(handoff)
 
     @property
     def idle(self) -> bool:
@@ -314,7 +317,9 @@ class DecodeWorker(HandoffRole[DecodeJob]):
         for handoff in list(session.handoffs):
             if self.moves.drop(handoff):
                 continue
-            if not self.detached.detach(handoff):
+            if handoff not in self._work and self._router(handoff) not in {"", session.router_id}:
+                pass  # it has ended, and another router has attached to it
+            elif not self.detached.detach(handoff):
                 self._drop(handoff)
             elif (job := self._work.get(handoff)) is not None:  # else it has ended, and its blocks are free
                 job.session = self.detached.no_router

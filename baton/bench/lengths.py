@@ -27,6 +27,7 @@ class Lengths:
     """The lengths of requests: `draw` returns the tokens of a prompt and of its answer."""
 
     draw: Callable[[Random], tuple[int, int]]
+    paired: bool = False  # a file has both
 
     @classmethod
     def parse(cls, prompt: str, answer: str | None) -> Lengths:
@@ -35,7 +36,7 @@ class Lengths:
             if answer is not None:
                 raise ConfigError(f"max_tokens: must be left out, because {prompt} has pairs, got {answer!r}")
             pairs = [(row[0], row[1]) for row in rows]
-            return cls(lambda draw: draw.choice(pairs))
+            return cls(lambda draw: draw.choice(pairs), paired=True)
         first, second = _parsed("prompt_tokens", prompt), _parsed("max_tokens", "64" if answer is None else answer)
         return cls(lambda draw: (first(draw), second(draw)))
 

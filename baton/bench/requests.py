@@ -107,7 +107,7 @@ class Load:
         trace = None
         if plan.trace is not None:
             trace = read_trace(plan.trace, scale=plan.scale, limit=plan.requests, every=plan.every)
-            _check_lengths(plan, trace)
+            _check_lengths(plan, trace, lengths)
         if plan.arrivals == TRACE and trace is not None:
             return cls(plan, lengths, _replayed(plan, trace), None)
         times = None if plan.rate is None else Times.parse(plan.arrivals or "poisson", plan.rate)
@@ -150,11 +150,12 @@ class Load:
             yield BenchRequest(prompt, fit.max_tokens, fit.at_s, is_deterministic, fit is not one)
 
 
-def _check_lengths(plan: BenchPlan, trace: Trace) -> None:
-    """Raise ConfigError for a length that no request of the trace takes. A file may also have lengths of answers."""
-    if plan.prompt_tokens != PROMPT_TOKENS and not plan.prompt_tokens.startswith("file:"):
+def _check_lengths(plan: BenchPlan, trace: Trace, lengths: Lengths) -> None:
+    """Raise ConfigError for a length that no request of the trace takes. Pairs of a file have lengths of answers."""
+    complete = all(one.max_tokens for one in trace.arrivals)
+    if plan.prompt_tokens != PROMPT_TOKENS and (complete or not lengths.paired):
         raise ConfigError("--prompt-tokens: for random prompts only, all requests of --trace have their own")
-    if plan.max_tokens is not None and all(one.max_tokens for one in trace.arrivals):
+    if plan.max_tokens is not None and complete:
         raise ConfigError(f"--max-tokens: all requests of {trace.path} have their own")
 
 

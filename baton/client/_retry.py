@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -25,8 +26,8 @@ KEEPS = "baton-keep"
 RESUMABLE_S = 30.0  # default time that a stream outlives its router, so that the client finds another one.
 # From a router that cannot resume, or not this request
 REFUSALS = (errors.Unsupported, errors.UnknownModel, errors.InvalidRequest)
-# So begins the NoWorker of `from_rpc_error` for an unreachable router, and not one that a router sent.
-UNREACHABLE = "cannot reach "
+# The NoWorker of `from_rpc_error` for a router that got nothing: gRPC found no connection, or no address
+UNREACHABLE = re.compile(r"cannot reach .*(failed to connect|resol)", re.DOTALL)
 RETRY_BASE_S = 0.25
 RETRY_CAP_S = 5.0
 MOST_TIMEOUT_S = 1e9  # gRPC's clock overflows at a few times as much
@@ -57,7 +58,7 @@ class Attempts:
         Raises `error` if no retry can help, is left, or fits the deadline. `started` means that an event of the stream
         has arrived, so the request must not be sent again.
         """
-        if self._spare and not started and isinstance(error, errors.NoWorker) and str(error).startswith(UNREACHABLE):
+        if self._spare and not started and isinstance(error, errors.NoWorker) and UNREACHABLE.match(str(error)):
             self._spare -= 1
             return 0.0
         if started or not error.retryable or self._retries >= self._max_retries:

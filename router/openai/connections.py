@@ -78,6 +78,7 @@ class BoundedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()
         self._read()
+        self._unset_keepalive_if_required()  # uvicorn keeps the timer after an error, but the socket is closed
         super().connection_lost(exc)
 
     def _limit_unread(self) -> None:

@@ -239,7 +239,7 @@ class WorkerPool:
         connected, or if a request of this router has the stream: it may be another tenant's.
         """
         link = self._link(stream.worker_id, stream.incarnation)
-        if link is None or link.state != "connected" or link.info.role is not Role.DECODE:
+        if link is None or link.foreign or link.state != "connected" or link.info.role is not Role.DECODE:
             return None
         if stream.handoff in link.mailboxes:
             return None  # its events would go to one of the two

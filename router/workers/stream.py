@@ -24,8 +24,7 @@ from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.rpc.v1.worker_pb2_grpc import WorkerStub
 from router.placement.snapshot import WorkerView
-from router.workers.silence import silence
-from router.workers.wakeup_batcher import WakeupBatcher
+from router.workers.stream_timers import WakeupBatcher, silence
 
 log = structlog.get_logger(__name__)
 
@@ -204,6 +203,7 @@ class WorkerStream:
         return message
 
     async def _write(self, call: _Call) -> None:
+        commands: list[pb.RouterCommand] = []
         try:
             while self._fault is None:
                 await self._wake.wait()
@@ -211,8 +211,11 @@ class WorkerStream:
                 commands, self._commands = self._commands, []
                 for part in message_size.within([command] for command in commands):
                     await call.write(pb.RouterMessage(commands=part))
-        except (aio.AioRpcError, asyncio.InvalidStateError):
-            pass  # the reader gets the reason
+                commands = []
+        except (aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError):  # the reader gets the reason
+            self._commands[:0] = commands  # the next session sends the releases, perhaps again
+            if commands:
+                self._wake.set()
         finally:
             call.cancel()  # a stream needs a writer
 

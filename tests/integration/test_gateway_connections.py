@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import ssl
+import struct
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -63,6 +64,24 @@ def test_a_slow_reader_keeps_its_connection_and_one_that_reads_nothing_does_not(
         timers.pop()()
         assert (http.transport.abort.call_count, timers) == (1, [])
         own.close()
+
+
+async def test_a_reset_connection_leaves_no_timer_that_asks_its_closed_socket(monkeypatch):
+    lost, end = [], BoundedProtocol.connection_lost
+
+    def connection_lost(self, exc):
+        end(self, exc)
+        lost.append((type(exc), self.timeout_keep_alive_task))
+
+    monkeypatch.setattr(BoundedProtocol, "connection_lost", connection_lost)
+    async with alone() as gateway:
+        reader, writer = await opened(gateway.address, "GET", "/version")
+        await reader.readuntil(b"}")
+        own = writer.transport.get_extra_info("socket")
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # ends with a reset
+        writer.transport.abort()
+        await until(lambda: lost, "the reset arrives")
+    assert lost[0] == (ConnectionResetError, None)
 
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from grpc import aio
@@ -227,9 +227,20 @@ async def test_releases_wait_until_the_worker_is_connected_again(cluster, monkey
     for name in names:
         link.send(fence=worker_pb2.Fence(handoff=name))
         link.send(release=worker_pb2.Release(handoff=name))
+    await link._write(Mock(write=AsyncMock(side_effect=asyncio.InvalidStateError)))  # the connection ends once more
     decode.info = info
     await until(lambda: [6] in heard, "connected again")
     assert [attempts for attempts in heard if attempts != [0]] == [[2, 3], [4, 5], [6]], "[0] is the hello"
+
+
+@pytest.mark.parametrize(("tokenizer", "fits"), [(OracleTokenizer().identity(), True), ("another", False)])
+async def test_a_router_compares_its_tokenizer_with_those_of_workers(cluster, tokenizer, fits):
+    info = cluster.decode[0].info
+    newer = replace(info.ref, incarnation=Incarnation(info.ref.incarnation.epoch + 1, 1))
+    cluster.infos = [replace(info, ref=newer, tokenizer=tokenizer)]
+    links = cluster.router.context.pool._links
+    await until(lambda: newer in links, "seen")
+    assert links[newer].foreign is not fits
 
 
 async def test_a_request_releases_its_old_attempt_before_it_reserves_again(cluster):

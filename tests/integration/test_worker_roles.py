@@ -13,10 +13,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.cli.cluster.serve import role_factories
 from baton.clock import SystemClock
 from baton.config import load_config
-from baton.core import Role, WorkerRef
+from baton.core import HandoffId, Role, WorkerRef
 from baton.engine.kv_cache import KVCache
 from baton.ledger.control_state import ControlState, WorkerCommand
-from baton.ledger.ownership import OwnershipStore, RecordState
+from baton.ledger.ownership import OwnershipRecord, OwnershipStore, RecordState
 from baton.ledger.registry import Ledger
 from baton.rpc.channel import aio_channel
 from baton.tokenizer import OracleTokenizer
@@ -189,7 +189,7 @@ async def test_a_router_spares_who_drains_and_takes_who_has_turned(worker):
 async def test_a_router_sends_nothing_to_a_worker_with_another_tokenizer(worker, tokenizer, fits):
     """During `helm upgrade` to another model, new routers find the old workers."""
     await worker.order(Role.DECODE)
-    await worker.ready(2)
+    ref = await worker.ready(2)
     options = PoolOptions(tokenizer=tokenizer)
     policy = POLICIES["predicted"]
     pool = WorkerPool(worker.ledger.workers, policy, "router-a", 30.0, SystemClock(), options=options)
@@ -197,6 +197,8 @@ async def test_a_router_sends_nothing_to_a_worker_with_another_tokenizer(worker,
     try:
         await until(lambda: [link.state for link in pool.links] == ["connected"])
         assert (pool.can_serve(), pool.max_model_len() is not None, pool.place(10) is not None) == (fits, fits, fits)
+        record = OwnershipRecord(HandoffId("r", 1), RecordState.COMMITTED, ref.worker_id, ref.incarnation, "other")
+        assert (pool.place_on(record) is not None) is fits
         assert ("its tokenizer is not that of this router's model" in pool.note(pool.links[0])) is not fits
     finally:
         await pool.stop()

@@ -377,3 +377,24 @@ def test_other_threads_run_while_a_long_text_is_worked_on(folder, what):
 @pytest.mark.usefixtures("turns_where_calls_allow_them")
 def test_a_call_that_lets_no_thread_run_is_noticed():
     assert calls_until_another_thread_runs(lambda: sum(range(20_000)), 50) == 50
+
+
+def test_the_identity_is_that_of_the_vocabulary_in_every_process(folder, tmp_path):
+    """A router compares its own with those of workers, which may have another revision with more added tokens."""
+    own = load_tokenizer(folder).identity()
+    program = f"from baton.tokenizer import load_tokenizer as a; print(a({str(folder)!r}).identity())"
+    env = os.environ | {"PYTHONHASHSEED": "7"}
+    assert (
+        subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True).stdout
+        == f"{own}\n"
+    )
+    fields = json.loads((folder / "tokenizer.json").read_text())
+    words = fields["model"]["vocab"]
+    fields["model"]["vocab"] = dict(reversed(words.items()))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+    added = {"added_tokens_decoder": {str(len(words)): {"content": "<more>", "special": True}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(added))
+    assert load_tokenizer(tmp_path).identity() == own
+    words["a"], words["b"] = words["b"], words["a"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields | {"model": fields["model"] | {"vocab": words}}))
+    assert load_tokenizer(tmp_path).identity() != own

@@ -40,8 +40,8 @@ class Problem:
 
 
 def print_census(name: str | None, target: str | None, tls: Path | None = None, *, as_json: bool) -> None:
-    """Print the census. The exit code is 1 if two looks in a row find the same problem. Handoffs of routers that
-    `target` does not name are no problems. Raises NoWorker.
+    """Print the census. The exit code is 1 if two looks in a row find the same problem. It is 2 if there are only
+    handoffs of routers that `target` does not name. Raises NoWorker.
     """
     admins = Admins.find(name, target, tls)
     censuses, found = look(admins)
@@ -51,7 +51,8 @@ def print_census(name: str | None, target: str | None, tls: Path | None = None, 
         found = [problem for problem in again if problem in found]
     unasked = sorted({problem.unasked for problem in found if target and problem.unasked})
     found = [problem for problem in found if problem.unasked not in unasked]
-    notes = [f"not checked: router {router} was not asked; name all routers in --target" for router in unasked]
+    remedy = "was not asked, or has ended; name all routers in --target"
+    notes = [f"not checked: router {router} {remedy}" for router in unasked]
     if as_json:
         workers = [dataclasses.asdict(one) for one in censuses]
         report = {"workers": workers, "problems": [str(problem) for problem in found], "not_checked": notes}
@@ -59,8 +60,8 @@ def print_census(name: str | None, target: str | None, tls: Path | None = None, 
     else:
         for line in (*map(summary, censuses), *map(str, found), *notes):
             typer.echo(line)
-    if found:
-        raise typer.Exit(1)
+    if found or notes:
+        raise typer.Exit(1 if found else 2)
 
 
 def look(admins: Admins) -> tuple[list[Census], list[Problem]]:

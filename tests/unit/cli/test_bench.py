@@ -6,6 +6,7 @@ import os
 import random
 import re
 import statistics
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,18 @@ def test_options_that_contradict_each_other(options: dict[str, Any], says: str):
 def test_lengths_that_a_trace_has_itself(mooncake: Path, options: dict[str, Any], says: str):
     with pytest.raises(ConfigError, match=says):
         asks(trace=mooncake, scale=32, **options)
+
+
+@pytest.mark.parametrize(
+    ("line", "lengths", "taken"), [({}, "5 9", True), ({}, "5", False), ({"max_tokens": 3}, "5 9", False)]
+)
+def test_only_pairs_have_lengths_for_a_trace_without_them(
+    tmp_path: Path, line: dict[str, int], lengths: str, taken: bool
+):
+    (trace := tmp_path / "t.jsonl").write_text(json.dumps({"prompt": "a", **line}) + "\n")
+    (file := tmp_path / "lengths").write_text(lengths + "\n")
+    with nullcontext() if taken else pytest.raises(ConfigError, match="--prompt-tokens: for random prompts only"):
+        asks(trace=trace, prompt_tokens=f"file:{file}")
 
 
 @pytest.mark.parametrize(

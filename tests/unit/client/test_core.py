@@ -268,12 +268,14 @@ def test_several_routers_are_asked_in_turn():
 
 def test_only_an_unreachable_router_costs_no_retry():
     tries = Attempts(0, None, FakeClock(), lambda: 1.0, spare=1)
-    for error, started in ((NoWorker("cannot reach a:1: x"), True), (NoWorker("none is connected"), False)):
+    away = "cannot reach a:1: failed to connect to all addresses; last error: x"
+    others = (away, True), ("none is connected", False), ("cannot reach a:1: Socket closed", False)
+    for text, started in others:  # a router may have got the last one
         with pytest.raises(NoWorker):
-            tries.wait_after(error, started=started)
-    assert tries.wait_after(NoWorker("cannot reach a:1: x")) == 0.0
+            tries.wait_after(NoWorker(text), started=started)
+    assert tries.wait_after(NoWorker(away)) == 0.0
     with pytest.raises(NoWorker):
-        tries.wait_after(NoWorker("cannot reach b:1: x"))
+        tries.wait_after(NoWorker(away))
 
 
 @pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), "5", 8e9])

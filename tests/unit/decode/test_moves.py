@@ -206,6 +206,13 @@ def test_a_router_that_gives_up_frees_it(side, router, how, pushing):
     assert [name for name, _ in side.pusher.log[-2:]] == (["withdraw", "abort"] if pushing else [])
 
 
+def test_a_late_release_of_its_router_before_changes_nothing(side, router, second):
+    leaves(side, second)
+    side.take(router, release(H))
+    side.take(second, repush(H))
+    assert (second.refusals, len(side.role.moves)) == ([], 1)
+
+
 def test_a_push_that_cannot_begin_frees_the_kv(side, router):
     leaves(side, router)
     side.pusher.refuse = ChannelBroken("no address")

@@ -193,14 +193,20 @@ def test_a_router_that_was_cut_off_gives_its_old_attempt_up(begin, side, router,
     assert not again.handoffs
 
 
+@pytest.mark.parametrize("noticed", ["before", "after"])
 @pytest.mark.parametrize("state", ["decoding", "ended"])
 @pytest.mark.parametrize("late", [release(), reserve(next_of(H))], ids=["release", "reserve"])
-def test_a_router_that_was_cut_off_leaves_a_stream_that_another_one_resumed(begin, side, router, second, state, late):
+def test_a_router_that_was_cut_off_leaves_a_stream_that_another_one_resumed(
+    begin, side, router, second, state, late, noticed
+):
     begin(router)
-    side.role.gone(router)
+    if noticed == "before":
+        side.role.gone(router)
     if state == "ended":
         side.run()
     side.take(second, attach(known=1))
+    if noticed == "after":
+        side.role.gone(router)
     side.take(again := FakeSession(router.router_id), late, release(next_of(H)))
     side.run()
     assert (second.ids(), second.kinds()[-1]) == (ANSWER[1:], "finish")

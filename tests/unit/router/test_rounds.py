@@ -4,8 +4,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from router.workers import wakeup_batcher
-from router.workers.wakeup_batcher import LONGEST_S, WakeupBatcher
+from router.workers import stream_timers
+from router.workers.stream_timers import LONGEST_S, WakeupBatcher
 
 
 class Machine:
@@ -45,7 +45,7 @@ def after(machine, paced, looks, busy):
     """Return the round lengths after each of `looks` looks."""
     lengths = []
     for _ in range(looks):
-        machine.run(wakeup_batcher._MEASURE_S * 1.01, busy)
+        machine.run(stream_timers._MEASURE_S * 1.01, busy)
         paced.holds()
         lengths.append(paced.length_s)
     return lengths
@@ -108,4 +108,4 @@ def test_the_processor_is_asked_now_and_then_only(machine):
     for _ in range(1000):
         machine.run(0.001, 1.0)
         paced.holds()
-    assert cpu.call_count <= 1 + 1.0 / wakeup_batcher._MEASURE_S
+    assert cpu.call_count <= 1 + 1.0 / stream_timers._MEASURE_S

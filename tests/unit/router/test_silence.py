@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from router.workers.silence import silence
+from router.workers.stream_timers import silence
 from tests.simulation.clock import START
 from tests.unit.router.fakes import virtual
 

@@ -1,19 +1,52 @@
-"""Rounds in which requests are woken, which save messages to clients.
+"""The two timers of a worker stream: its end after silence, and the rounds in which requests are woken.
 
-While the event loop is busy more than half of the time, requests are woken in rounds of at most `LONGEST_S`, and a
-round's tokens leave in one message. First tokens, ends and failures never wait.
+Rounds save messages to clients. While the event loop is busy more than half of the time, requests are woken in rounds
+of at most `LONGEST_S`, and a round's tokens leave in one message. First tokens, ends and failures never wait.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Protocol
 
+_LATE_S = 0.1  # a timer that fires later was held up with the process
 BUSY = 0.5  # share of the time
 SHORTEST_S, LONGEST_S = 0.001, 0.02
 _MEASURE_S = 0.05  # minimum interval for measuring processor use
+
+
+@asynccontextmanager
+async def silence(seconds: float) -> AsyncIterator[Callable[[], None]]:
+    """End the block with TimeoutError `seconds` after its begin, or after the last call of the yielded function. A
+    timer that fires late was held up with the whole process. Messages may be there unread then, so it starts once more.
+    """
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle
+    async with asyncio.timeout(None) as limit:
+
+        def wait(*, again: bool = True) -> asyncio.TimerHandle:
+            return loop.call_later(seconds, over, loop.time() + seconds, again)
+
+        def over(due: float, again: bool) -> None:
+            nonlocal timer
+            if again and loop.time() - due > _LATE_S:
+                timer = wait(again=False)
+            else:
+                limit.reschedule(loop.time())
+
+        def heard() -> None:
+            nonlocal timer
+            timer.cancel()
+            timer = wait()
+
+        timer = wait()
+        try:
+            yield heard
+        finally:
+            timer.cancel()
 
 
 class Wakeable(Protocol):
