@@ -18,7 +18,6 @@ import typer
 
 from baton.cli.options import LOCAL, ConfigFile, Json, Sets, or_shipped
 from baton.cli.setup.findings import BAD, OK, WARN, Finding
-from baton.engine.memory.host_memory import available_bytes
 from baton.errors import BatonError, ConfigError
 
 if TYPE_CHECKING:
@@ -260,6 +259,8 @@ def _ports(config: ClusterConfig) -> Iterator[Finding]:
 
 
 def _shared_memory(*, with_gpus: bool) -> Finding:
+    from baton.engine.memory.host_memory import available_bytes
+
     free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
     text = f"/dev/shm has {free // 2**20} MiB free, memory {available_bytes() // 2**20} MiB"
     if with_gpus and free < NEEDED_SHM_WITH_GPUS:
