@@ -18,6 +18,7 @@ from baton.errors import Cancelled, ConfigError, InvalidRequest, Overloaded, Una
 from baton.rpc import channel
 from baton.rpc.channel import Wire
 from baton.rpc.v1 import inference_pb2 as pb
+from baton.tokenizer import OracleTokenizer
 from router.auth.interceptor import RULES, Need
 from router.context import RouterSettings
 from router.server import serve
@@ -251,7 +252,7 @@ async def test_a_router_does_not_start_without_its_files(tmp_path, key):
     missing: dict[str, Any] = {"tokens": str(tmp_path / "none")} if key == "tokens" else {"tls": tls_of(tmp_path)}
     settings = replace(settings, **missing)
     with pytest.raises(ConfigError, match=rf"security\.{key}.*cannot be read"):
-        await serve(settings, asyncio.Future, None)  # type: ignore[arg-type]
+        await serve(settings, asyncio.Future, OracleTokenizer())
 
 
 @pytest.mark.parametrize("other_ca", [False, True])
